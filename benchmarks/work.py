@@ -154,7 +154,7 @@ def score(
 ) -> Batch:
     """Runs the stages of a `jppo.train` step between grading and learning."""
     data = flat_batch(trajectories, learner.mesh, samples=samples)
-    micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
+    micros = batch.pack_micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     data = ppo.score_batch(learner, now, data, micros, timer)
     with timer("adv"):
         return ppo.with_advantages(learner.passes, data, now.kl_coef, learner.mesh)[0]

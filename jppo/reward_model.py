@@ -71,7 +71,7 @@ def prepare(c: PairTraining, request: DryRun = HERE) -> pairs.PairTask:
             sequences=2 * c.data.train_batch_size,
             steps=steps,
             policy=cfg,
-            more=1,  # added by `as_trajectory`
+            extra_tokens=1,  # added by `as_trajectory`
         ),
         cfg=cfg,
         changes=changes,  # of a sequence classifier

@@ -70,7 +70,9 @@ def ppo_step(run: Run, now: TrainState) -> Step:
         graded, baseline = drawn.wait_for_rewards()
     episodes, of_samples = gather_episodes(run, drawn, graded, baseline, version)
     data = make_batch(run, episodes)  # [B, L]
-    micros = batch.micros(data, episodes.trajectories, plan=learner.plan, mesh=learner.mesh)  # to score; `learn` cuts
+    micros = batch.pack_micros(
+        data, episodes.trajectories, plan=learner.plan, mesh=learner.mesh
+    )  # to score; `learn` cuts
     data = ppo.score_batch(learner, now, data, micros, timer)  # log π_old, log π_ref, V
     data, of_servers = add_served_reference(run, data, episodes)
     with timer("adv"):  # r = s - β KL, A, R
@@ -79,7 +81,7 @@ def ppo_step(run: Run, now: TrainState) -> Step:
     run.match.require(of_advantages, data, micros, episodes.trajectories)  # the engine sampled from the policy
     before = join_stages(of_samples, of_advantages, of_servers)
     cursor, heard = call_host_functions(run, version + 1, drawn, graded, data, before)  # its errors leave `now` whole
-    now, of_update = ppo.learn(learner, now, data, episodes.trajectories, timer, between=run.publisher.begin)
+    now, of_update = ppo.learn(learner, now, data, episodes.trajectories, timer, after_actor=run.publisher.begin)
     metrics = join_stages(of_update, before, heard)
     metrics["actor/reward_kl_penalty_coeff"] = float(now.kl_coef)
     now = end_step(run, now, data, episodes, metrics)
@@ -108,7 +110,7 @@ def gather_episodes(
     run: Run, drawn: StepSamples, graded: list[Reward], baseline: list[Reward] | None, version: int
 ) -> tuple[Episodes, dict[str, float]]:
     """Returns the episodes of a step's samples, which it logs, and their metrics; `baseline` grades greedy ones."""
-    made = make_episodes(drawn.prompts, drawn.trajectories, graded, baseline, compared=run.learner.recipe.compares)
+    made = make_episodes(drawn.prompts, drawn.trajectories, graded, baseline, compares=run.learner.recipe.compares)
     rewards, stale = mark_stale(run.c, drawn, version, made.rewards)
     episodes = dataclasses.replace(made, rewards=rewards)
     run.logger.samples(f"step_{version + 1}", sample_rows(episodes.prompts, episodes.trajectories, rewards))
@@ -136,8 +138,8 @@ def make_batch(run: Run, episodes: Episodes) -> Batch:
         episodes.greedy,
         shape=run.learner.shape,
         filter_truncated=run.c.algorithm.filter_truncated,
-        earns=recipe.earns,
-        gives=recipe.algorithm.given is not None,
+        has_earned=recipe.earns,
+        has_given=recipe.algorithm.given is not None,
         episode=episodes.first if recipe.branches else None,
         parts=recipe.algorithm.parts,
         columns=columns_of(run, episodes),

@@ -51,7 +51,7 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
     drawn = sampler.generate(inputs.train.prompts, step_sampling(typed(c), 0), version=0)
     rewards = [Reward(0.0, {}, None)] * len(drawn)
     data = batch.flatten(drawn, rewards, np.zeros(len(drawn), np.int32), shape=learner.shape)
-    micros = batch.micros(data, drawn, plan=learner.plan, mesh=learner.mesh)
+    micros = batch.pack_micros(data, drawn, plan=learner.plan, mesh=learner.mesh)
     data = ppo.with_old_logprob(learner.passes, learner.recipe, data, micros, learner.policy(now))
     assert estimate.mismatch(data)["rollout/logp_gap_max"] > 0.1
     c.rollout.temperature = 0.6  # the compiled passes have 0.5

@@ -178,7 +178,7 @@ def test_no_step_of_six_compiles(small_run, tmp_path, monkeypatch):
     length = {"trainer.total_training_steps": 6, "trainer.save_freq": -1, "trainer.test_freq": -1}
     c = in_folder(small_run, tmp_path / "run", how | kl | length | OFFLOAD)
     steps, shapes, plans = [], set(), []
-    step, save, make, cut = train.ppo_step, train.resume.save_checkpoint, batch.micros, batch.mini_batches
+    step, save, make, cut = train.ppo_step, train.resume.save_checkpoint, batch.pack_micros, batch.mini_batches
     seen, listening = [], True
     monkeypatch.setattr(packing, "MICRO_TOKENS", 0)  # else rows so short would have one shape
 

@@ -127,7 +127,7 @@ class FormerState:
 def test_an_adamw_checkpoint_of_the_former_layout_resumes_to_the_bit(folder, changes, monkeypatch):
     run = f"former-{len(changes)}"
     expected = trained(config(folder, f"{run}-new", **changes))
-    real = supervised.portable
+    real = supervised.remove_padding
 
     def former(now, spare):
         saved = real(now, spare)
@@ -137,7 +137,7 @@ def test_an_adamw_checkpoint_of_the_former_layout_resumes_to_the_bit(folder, cha
         return FormerState(saved.policy, AdamState(adam.count, adam.mu, adam.nu, master))
 
     with monkeypatch.context() as patch:
-        patch.setattr(supervised, "portable", former)
+        patch.setattr(supervised, "remove_padding", former)
         patch.setattr(resume, "read_checkpoint", lambda *_: None)
         trained(config(folder, run, **changes))
     metrics, model = resumed(folder, run, **changes)

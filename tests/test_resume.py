@@ -284,14 +284,14 @@ def test_a_state_is_the_same_on_any_mesh(config, small_run):
     learner, begin = make_learner(typed(small_run), inputs, make_mesh(typed(small_run)))
     vocabulary = inputs.policy.vocab_size
     assert learner.cfg.padded_vocab_size == vocabulary + vocabulary % 2
-    small = state.portable(begin, learner.spare())
+    small = state.remove_padding(begin, learner.spare())
     for tree in (small.policy, small.policy_opt, small.value, small.value_opt):
         embeddings = [x for path, x in jax.tree.leaves_with_path(tree) if "'embedding'" in jax.tree_util.keystr(path)]
         assert embeddings and all(x.shape[0] == vocabulary for x in embeddings)
-    there = state.placed(small, learner.spare(), begin)
+    there = state.restore_padding(small, learner.spare(), begin)
     for one, other in zip(jax.tree.leaves(there), jax.tree.leaves(begin), strict=True):
         assert one.sharding == other.sharding and one.shape == other.shape
-    back = state.portable(there, learner.spare())
+    back = state.remove_padding(there, learner.spare())
     jax.tree.map(np.testing.assert_array_equal, (back.policy, back.policy_opt), (small.policy, small.policy_opt))
 
 

@@ -88,7 +88,7 @@ def service(tmp_path_factory):
     data = dict(max_prompt_length=16, max_response_length=8, row_lengths=1)
     engine = dict(name="inprocess", kv_cache_memory_bytes=2**20)
     with jppo.open(str(folder / "model"), lora=4, engine=engine, data=data, actor=dict(ppo_mini_batch_size=4)) as m:
-        made = sessions.Service(m, "small", 4, folder=folder / "states", expiry_s=300, most=100)
+        made = sessions.Service(m, "small", 4, folder=folder / "states", expiry_s=300, max_sessions=100)
         server, address = tinker_command.start_server(made, (KEY, OTHER), "127.0.0.1", 0)
         worker = threading.Thread(target=made.work)
         worker.start()
@@ -108,7 +108,7 @@ def test_a_client_learns_what_the_server_trains_and_samples(service):
 
 
 def test_no_more_sessions_than_the_server_allows(service, post, monkeypatch):
-    monkeypatch.setattr(service[0], "_most", len(service[0]._sessions) + 1)
+    monkeypatch.setattr(service[0], "_max_sessions", len(service[0]._sessions) + 1)
     assert post("create_session", {}).status_code == 200
     refused = post("create_session", {})
     assert refused.status_code == 400 and "at most --sessions=" in refused.text
@@ -185,13 +185,13 @@ def test_what_a_session_holds_is_bounded(service, post, model, monkeypatch):
     until = time.monotonic() + 60
     while (unfinished := service[0]._sessions[session].unfinished) and time.monotonic() < until:
         time.sleep(0.05)
-    assert unfinished == service[0]._sessions[session].waiting == 0
+    assert unfinished == service[0]._sessions[session].unfinished_bytes == 0
     monkeypatch.setattr(futures, "_MOST_UNFINISHED", 3)
     late = [post("optim_step", step(id, number)).status_code for number in (9, 8, 7, 6)]  # before 1: none can run
     assert late == [200, 200, 200, 429]
     assert post("optim_step", step(id, 9)).status_code == 200  # it was accepted before
     monkeypatch.setattr(futures, "_MOST_UNFINISHED", 9)
-    monkeypatch.setattr(futures, "_MOST_WAITING", service[0]._sessions[session].waiting + 100)
+    monkeypatch.setattr(futures, "_MOST_WAITING", service[0]._sessions[session].unfinished_bytes + 100)
     assert post("optim_step", step(id, 5) | dict(type="x" * 100)).status_code == 429
     assert post("optim_step", step(id, 5)).status_code == 200
     monkeypatch.setattr(futures, "_MOST_WAITING", 0)
@@ -469,9 +469,9 @@ def test_a_session_ends_when_its_client_closes_it(service, post, model):
 def test_a_session_that_died_expires_with_its_gradient(service, post, model):
     session, id = model
     result(post, post("forward_backward", gradient(id, 1)).json())
-    held = service[0]._sessions[session].runs[id].model
+    held = service[0]._sessions[session].models[id].model
     assert held.policy.accumulated == 1
-    service[0]._sessions[session].seen -= 301
+    service[0]._sessions[session].last_seen -= 301
     until = time.monotonic() + 30
     while session in service[0]._sessions and time.monotonic() < until:
         time.sleep(0.1)

@@ -120,9 +120,9 @@ for step in range(8):
     drawn = sampler.generate(prompts, dataclasses.replace(sampling, seed=step), version=step)
     asked = [prompt for prompt in prompts for _ in range(N)]
     rewards = reward.grade(sample_of(prompt, t) for prompt, t in zip(asked, drawn, strict=True))
-    made = episodes.make_episodes(prompts, drawn, rewards, None, compared=recipe.compares)
+    made = episodes.make_episodes(prompts, drawn, rewards, None, compares=recipe.compares)
     data = batch.flatten(made.trajectories, made.rewards, made.group, shape=learner.shape)
-    micros = batch.micros(data, drawn, plan=plan, mesh=mesh)
+    micros = batch.pack_micros(data, drawn, plan=plan, mesh=mesh)
     data = ppo.score_batch(learner, now, data, micros, timer)
     data, metrics = ppo.with_advantages(passes, data, now.kl_coef, mesh)
     assert metrics["rollout/logp_gap_max"] < 1e-4, metrics

@@ -44,7 +44,7 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
     learner, now = make_learner(c, inputs, mesh)
     trajectories = make_trajectories(work)
     data = flat_batch(trajectories, mesh)
-    micros = batch.micros(data, trajectories, plan=learner.plan, mesh=mesh)
+    micros = batch.pack_micros(data, trajectories, plan=learner.plan, mesh=mesh)
 
     def score() -> Batch:
         return ppo.with_old_logprob(learner.passes, learner.recipe, data, micros, learner.policy(now))

@@ -127,112 +127,116 @@ class Algorithm:
         if (estimate := self.advantage) is None:
             return ()
 
-        def run(take: Callable[[str], Any]) -> tuple[Any, Any]:
-            names = dict[str, None]()
+        def trace_estimate(take: Callable[[str], Any]) -> tuple[Any, Any]:
+            token_names = dict[str, None]()
 
-            def noted(name: str) -> Any:
-                names[name] = None
+            def record_read(name: str) -> Any:
+                token_names[name] = None
                 return take(name)
 
-            advantage = estimate(TokenView(noted))
-            if "outcome" not in names:
+            advantage = estimate(TokenView(record_read))
+            if "outcome" not in token_names:
                 return None, advantage
             if self.outcome is None:
                 raise ValueError("its advantage reads the outcome, and it has none")
             return self.outcome(EpisodeView(take)), advantage
 
-        seen, (outcome, advantage) = record(run, {})
+        names, (outcome, advantage) = record(trace_estimate, {})
         by_token = advantage if isinstance(advantage, tuple) else (advantage,)
-        self._require_given(seen)
-        if self.columns is None and names_of(seen, COLUMN):
+        self._require_given(names)
+        if self.columns is None and names_of(names, COLUMN):
             raise ValueError("it reads a column of its memory, and has no function `columns`")
         if (outcome is not None and outcome.shape != (N,)) or any(x.shape != (N, L) for x in by_token):
             raise ValueError("an outcome is [N], a number for each episode, and an advantage [B, L], for each token")
-        self._require_statistics(seen)
-        return seen
+        self._require_statistics(names)
+        return names
 
     @functools.cached_property
     def loss_reads(self) -> tuple[str, ...]:
         """The names of what the terms of the policy's loss read."""
-        return self._reads_of(self.terms, LossView)
+        return self._list_reads(self.terms, LossView)
 
     @functools.cached_property
     def metrics(self) -> tuple[str, ...]:
         """The names of the metrics of all terms; raises ValueError where two have one."""
-        found = []
+        names = []
         for terms, kind in ((self.terms, LossView), (self.value_terms, ValueView)):
-            found += self._metrics_of(terms, self._record(terms, kind)[1])
-        if len(found) > len(set(found)):
-            raise ValueError(f"two terms have one metric: {', '.join(found)}")
-        return tuple(found)
+            names += self._metrics_of(terms, self._trace_terms(terms, kind)[1])
+        if len(names) > len(set(names)):
+            raise ValueError(f"two terms have one metric: {', '.join(names)}")
+        return tuple(names)
 
     @functools.cached_property
     def value_reads(self) -> tuple[str, ...]:
         """The names of what the terms of the critic's loss read."""
-        return self._reads_of(self.value_terms, ValueView)
+        return self._list_reads(self.value_terms, ValueView)
 
     @functools.cached_property
     def before_reads(self) -> tuple[str, ...]:
         """The names of what `before` reads."""
-        return self._before[0]
+        return self._traced_before[0]
 
     @functools.cached_property
-    def _before(self) -> tuple[tuple[str, ...], Any]:
+    def _traced_before(self) -> tuple[tuple[str, ...], Any]:
+        """The names of what `before` reads, and the shape of its result; (), None without a `before`."""
         if self.before is None:
             return (), None
         function = self.before
-        seen, result = record(lambda take: function(BeforeView(take)), {})
+        names, result = record(lambda take: function(BeforeView(take)), {})
         if getattr(result, "shape", None) != (N, L):
             raise ValueError("`before` returns [B, L], a number for each token")
-        return seen, result
+        return names, result
 
-    def _record(self, terms: tuple[Term, ...], kind: type[View]) -> tuple[tuple[str, ...], list[Any]]:
-        known = {"given": jax.ShapeDtypeStruct((N, L), np.bool_)}
-        known |= {} if self.before is None else {"before": self._before[1]}
-        return record(lambda take: [term.loss(kind(take)) for term in terms], known)
+    def _trace_terms(self, terms: tuple[Term, ...], kind: type[View]) -> tuple[tuple[str, ...], list[Any]]:
+        """Traces terms on shapes; returns the names that they read of a `kind` of view, and their results."""
+        shapes = {"given": jax.ShapeDtypeStruct((N, L), np.bool_)}
+        shapes |= {} if self.before is None else {"before": self._traced_before[1]}
+        return record(lambda take: [term.loss(kind(take)) for term in terms], shapes)
 
     @staticmethod
     def _metrics_of(terms: tuple[Term, ...], results: list[Any]) -> list[str]:
         of_results = [name for result in results if isinstance(result, tuple) for name in result[1]]
         return [*(term.metric for term in terms if term.metric), *of_results]
 
-    def _reads_of(self, terms: tuple[Term, ...], kind: type[View]) -> tuple[str, ...]:
-        seen, results = self._record(terms, kind)
+    def _list_reads(self, terms: tuple[Term, ...], kind: type[View]) -> tuple[str, ...]:
+        """Returns the names that terms read of a `kind` of view; raises ValueError for results of a wrong shape."""
+        names, results = self._trace_terms(terms, kind)
         for result in results:
-            each, metrics = result if isinstance(result, tuple) else (result, {})
-            if getattr(each, "shape", None) not in ((N, L), ()) or any(x.shape != (N, L) for x in metrics.values()):
+            numbers, metrics = result if isinstance(result, tuple) else (result, {})
+            if getattr(numbers, "shape", None) not in ((N, L), ()) or any(x.shape != (N, L) for x in metrics.values()):
                 raise ValueError("a term is [R, T], a number for each token, or one number, and its metrics are [R, T]")
-        if "before" in seen and self.before is None:
+        if "before" in names and self.before is None:
             raise ValueError("a term reads `before`, and the algorithm has none")
-        self._require_statistics(seen)
-        self._require_given(seen)
-        return seen
+        self._require_statistics(names)
+        self._require_given(names)
+        return names
 
     def without_routers(self) -> "Algorithm":
-        """Returns it without the terms that read routers, for a model that has none."""
-        terms = tuple(term for term in self.terms if {"router", "load"}.isdisjoint(self._reads_of((term,), LossView)))
+        """Returns the algorithm without the terms that read a model's routers, for a model without experts."""
+        terms = tuple(term for term in self.terms if {"router", "load"}.isdisjoint(self._list_reads((term,), LossView)))
         return self if terms == self.terms else dataclasses.replace(self, terms=terms)
 
-    def _require_given(self, seen: tuple[str, ...]) -> None:
-        if "given" in seen and self.given is None:
+    def _require_given(self, reads: tuple[str, ...]) -> None:
+        if "given" in reads and self.given is None:
             raise ValueError("a function of it reads which responses are given, and its field `given` is None")
 
     def statistics_of(self, reads: tuple[str, ...]) -> list[tuple[str, Statistic]]:
         """Returns the statistics of the logits among the reads, with their names."""
         return [(name, self.statistics[name]) for name in names_of(reads, STATISTIC)]
 
-    def _require_statistics(self, seen: tuple[str, ...]) -> None:
-        for name in names_of(seen, STATISTIC):
+    def _require_statistics(self, reads: tuple[str, ...]) -> None:
+        """Raises ValueError for a statistic that the algorithm lacks, or that does not return [C] f32."""
+        for name in names_of(reads, STATISTIC):
             if name not in self.statistics:
                 known = ", ".join(self.statistics) or "none"
                 raise ValueError(f"it reads the statistic {name!r}, and has {known}")
             logits, targets = jax.ShapeDtypeStruct((N, L), np.float32), jax.ShapeDtypeStruct((N,), np.int32)
             function = self.statistics[name]
 
-            def run(logits: jax.Array, targets: jax.Array, function: Statistic = function) -> jax.Array:
+            def apply_statistic(logits: jax.Array, targets: jax.Array, function: Statistic = function) -> jax.Array:
                 return function(logits, targets, WHOLE_VOCABULARY)
 
-            result = jax.eval_shape(run, logits, targets)
+            result = jax.eval_shape(apply_statistic, logits, targets)
             if getattr(result, "shape", None) != (N,) or result.dtype != np.float32:
                 raise ValueError(
                     f"the statistic {name!r} returns {getattr(result, 'dtype', '?')}{getattr(result, 'shape', '')} of"
@@ -286,7 +290,7 @@ class Algorithm:
 
     @property
     def remembers(self) -> bool:
-        """Whether it has functions of a memory."""
+        """Whether one of its functions reads or changes a memory from step to step."""
         return any(part is not None for part in (self.init, self.prompts, self.columns, self.update))
 
     @property

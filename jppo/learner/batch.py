@@ -31,8 +31,8 @@ def flatten(
     *,
     shape: tuple[int, int],
     filter_truncated: bool = False,
-    earns: bool = False,
-    gives: bool = False,
+    has_earned: bool = False,
+    has_given: bool = False,
     episode: np.ndarray | None = None,
     parts: tuple[str, ...] = (),
     columns: Mapping[str, np.ndarray] = MappingProxyType({}),
@@ -40,19 +40,19 @@ def flatten(
     """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding.
 
     With `filter_truncated`, no token of a truncated response is trained on, but its score counts in its group.
-    `earns`: rewards of the run may be earned inside a response, and the batch has `earned`. `gives`: responses may be
-    given, and the batch has `given`. `episode`: the first branch of each trajectory's episode. `parts` are those of the
-    rewards that are kept, `columns` have a number for each trajectory, both by the names of their reads.
+    `has_earned`: rewards may be earned inside a response, and the batch has their array `earned`. `has_given`: texts of
+    the algorithm may replace samples, and the batch marks them in `given`. `episode`: the first branch of each
+    trajectory's episode. `parts` names the parts of rewards to add, `columns` has numbers of trajectories by name.
     """
     B, L = shape
     count = len(trajectories)
 
-    def padded(x: Sequence[Any] | np.ndarray, dtype: Any = np.float32) -> np.ndarray:
+    def pad_with_zeros(x: Sequence[Any] | np.ndarray, dtype: Any = np.float32) -> np.ndarray:
         return np.pad(np.array(x, dtype), (0, B - count))
 
-    by_name = {f"{PART}{name}": padded([part_of(r, name) for r in rewards]) for name in parts}
-    by_name |= {f"{COLUMN}{name}": padded(x) for name, x in columns.items()}
-    out = Batch(
+    by_name = {f"{PART}{name}": pad_with_zeros([part_of(r, name) for r in rewards]) for name in parts}
+    by_name |= {f"{COLUMN}{name}": pad_with_zeros(x) for name, x in columns.items()}
+    batch = Batch(
         mask=np.zeros(shape, np.bool_),
         rollout_logprob=np.zeros(shape, np.float32),
         first=np.zeros(B, np.int32),
@@ -60,30 +60,30 @@ def flatten(
         group=np.arange(B, dtype=np.int32),
         length=np.zeros(B, np.float32),
     ).with_arrays(
-        greedy=None if greedy is None else padded(greedy),
-        given=padded([t.given for t in trajectories], np.bool_) if gives else None,
+        greedy=None if greedy is None else pad_with_zeros(greedy),
+        given=pad_with_zeros([t.given for t in trajectories], np.bool_) if has_given else None,
         episode=None if episode is None else np.concatenate([episode, np.arange(count, B)]).astype(np.int32),
-        earned=np.zeros(shape, np.float32) if earns else None,
+        earned=np.zeros(shape, np.float32) if has_earned else None,
         **by_name,
     )
-    out.score[:count] = [r.score for r in rewards]
-    out.group[:count] = group
+    batch.score[:count] = [r.score for r in rewards]
+    batch.group[:count] = group
     for b, t in enumerate(trajectories):
-        there = np.flatnonzero(t.sampled[1:])  # by entry: the first token has none
-        if not there.size:
+        sampled_entries = np.flatnonzero(t.sampled[1:])  # by entry: the first token has none
+        if not sampled_entries.size:
             continue
-        response = slice(there[0], len(t.tokens) - 1)
-        n = response.stop - response.start
-        if n > L:
-            raise ValueError(f"trajectory {t.uid} has a response of {n} tokens, the batch holds {L}")
+        response = slice(sampled_entries[0], len(t.tokens) - 1)
+        length = response.stop - response.start
+        if length > L:
+            raise ValueError(f"trajectory {t.uid} has a response of {length} tokens, the batch holds {L}")
         sampled = t.sampled[1:][response]
-        out.first[b] = response.start
-        out.length[b] = sampled.sum()
-        out.mask[b, :n] = sampled & (rewards[b].unusable is None and not filtered_out(t, filter_truncated))
-        out.rollout_logprob[b, :n] = np.where(sampled, t.logprob[1:][response], 0.0)
-        for k, amount in rewards[b].earned if earns else ():
-            out["earned"][b, k] += amount
-    return out
+        batch.first[b] = response.start
+        batch.length[b] = sampled.sum()
+        batch.mask[b, :length] = sampled & (rewards[b].unusable is None and not filtered_out(t, filter_truncated))
+        batch.rollout_logprob[b, :length] = np.where(sampled, t.logprob[1:][response], 0.0)
+        for k, amount in rewards[b].earned if has_earned else ():
+            batch["earned"][b, k] += amount
+    return batch
 
 
 def part_of(reward: Reward, name: str) -> float:
@@ -107,11 +107,11 @@ def filtered_out(t: Trajectory, filter_truncated: bool) -> bool:
 
 def with_reference_logprobs(batch: Batch, logprobs: Sequence[np.ndarray]) -> Batch:
     """Adds the reference's log-probs, given for all tokens of each trajectory."""
-    out = np.zeros(batch.mask.shape, np.float32)
+    ref_logprob = np.zeros(batch.mask.shape, np.float32)
     for b, logprob in enumerate(logprobs):
-        response = logprob[batch.first[b] + 1 :][: out.shape[1]]  # entry t is about token t + 1
-        out[b, : len(response)] = response
-    return batch.with_arrays(ref_logprob=out)
+        response = logprob[batch.first[b] + 1 :][: ref_logprob.shape[1]]  # entry t is about token t + 1
+        ref_logprob[b, : len(response)] = response
+    return batch.with_arrays(ref_logprob=ref_logprob)
 
 
 def arrays(batch: Batch, trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
@@ -124,58 +124,60 @@ def arrays(batch: Batch, trajectories: Sequence[Trajectory]) -> dict[str, np.nda
     return fields | batch.arrays | {"tokens": tokens}
 
 
-def _places(batch: Batch, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Finds which entries of rows [R, T] are in the flat batch, and their rows and columns there."""
+def _entries_of_rows(batch: Batch, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns which entries of rows [R, T] are in the flat batch [B, L], and their indices b and columns there."""
     sequence = np.asarray(rows.sequence)
     column = np.asarray(rows.position) - np.asarray(batch.first)[sequence]
-    there = (sequence >= 0) & (column >= 0) & (column < batch.mask.shape[1])  # no shared prompt, no padding
-    return there, np.where(there, sequence, 0), np.where(there, column, 0)
+    in_batch = (sequence >= 0) & (column >= 0) & (column < batch.mask.shape[1])  # no shared prompt, no padding
+    return in_batch, np.where(in_batch, sequence, 0), np.where(in_batch, column, 0)
 
 
 def unpack_rows(batch: Batch, packed: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarray:
     """Converts rows [R, T] to the layout of the batch; 0 where it has no entry."""
     out = np.zeros(batch.mask.shape, packed[0][1].dtype if packed else np.float32)
     for rows, values in packed:
-        there, b, k = _places(batch, rows)
-        out[b[there], k[there]] = values[there]
+        in_batch, row, column = _entries_of_rows(batch, rows)
+        out[row[in_batch], column[in_batch]] = values[in_batch]
     return out
 
 
-def pack_like(batch: Batch, x: Any, rows: Rows) -> np.ndarray:
+def pack_like(batch: Batch, array: Any, rows: Rows) -> np.ndarray:
     """Converts an array [B, L] of the batch to the layout of rows [R, T]; 0 at prompts and padding."""
-    there, b, k = _places(batch, rows)
-    entries = x[b, k]
-    return np.where(there, entries, np.zeros((), entries.dtype))
+    in_batch, row, column = _entries_of_rows(batch, rows)
+    entries = array[row, column]
+    return np.where(in_batch, entries, np.zeros((), entries.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
 class Micro:
-    """Rows of the batch, on the host and on the devices."""
+    """A micro-batch, rows that are scored in one pass: on the host, and on the devices."""
 
     host: Rows
     device: Rows
 
 
 def scored_rows(batch: Batch, rows: Rows, reads: Sequence[str]) -> Scored:
-    """Adds the arrays that a loss reads to the rows, on the host; those that the batch lacks are left out."""
-    known = {name: np.asarray(batch[name]) for name in reads if name in batch.arrays}
-    by_token = {name: np.broadcast_to(x.reshape(len(x), -1), batch.mask.shape) for name, x in known.items()}
+    """Joins rows with the batch's arrays that a loss reads, in the rows' layout; it leaves out arrays not there."""
+    arrays = {name: np.asarray(batch[name]) for name in reads if name in batch.arrays}
+    by_token = {name: np.broadcast_to(x.reshape(len(x), -1), batch.mask.shape) for name, x in arrays.items()}
     return Scored(rows, {name: pack_like(batch, x, rows) for name, x in by_token.items()})
 
 
 def with_array(scored: Scored, name: str, x: Array) -> Scored:
-    """Returns the rows with one more array, or another one."""
+    """Returns the rows with an array added or replaced."""
     return dataclasses.replace(scored, arrays=scored.arrays | {name: x})
 
 
-def micros(batch: Batch, trajectories: Sequence[Trajectory], *, plan: packing.Plan, mesh: Mesh) -> list[Micro]:
+def pack_micros(batch: Batch, trajectories: Sequence[Trajectory], *, plan: packing.Plan, mesh: Mesh) -> list[Micro]:
     """Packs the whole batch into micro-batches for scoring."""
-    rows = _rows(batch, trajectories, range(len(trajectories)), plan)
+    rows = _pack_rows(batch, trajectories, range(len(trajectories)), plan)
     return [Micro(one, sharding.put_rows(one, mesh)) for one in rows]
 
 
-def _rows(batch: Batch, trajectories: Sequence[Trajectory], part: Sequence[int], plan: packing.Plan) -> Iterator[Rows]:
-    for rows in packing.pack([trajectories[i] for i in part], part, plan):
+def _pack_rows(
+    batch: Batch, trajectories: Sequence[Trajectory], indices: Sequence[int], plan: packing.Plan
+) -> Iterator[Rows]:
+    for rows in packing.pack([trajectories[i] for i in indices], indices, plan):
         yield dataclasses.replace(rows, mask=pack_like(batch, batch.mask, rows))
 
 
@@ -208,9 +210,9 @@ def mini_batches(
     mini-batch of its own would have a whole optimizer step for a few trajectories.
     """
     place = sharding.rows_sharding(mesh)
-    for part in np.array_split(order, mini_batch_count(len(order), mini_batch_size)):
-        part = part.tolist()
-        scored = [scored_rows(batch, rows, reads) for rows in _rows(batch, trajectories, part, plan)]
+    for indices in np.array_split(order, mini_batch_count(len(order), mini_batch_size)):
+        indices = indices.tolist()
+        scored = [scored_rows(batch, rows, reads) for rows in _pack_rows(batch, trajectories, indices, plan)]
         counts = count([micro.rows for micro in scored])
         if "positive" in reads:
             positive = max(sum(float(np.sum(micro.arrays["positive"])) for micro in scored), 1.0)
@@ -229,29 +231,29 @@ def with_counts_of_whole(part: Mini, whole: Mini) -> Mini:
 
 
 def with_dropout(mini: Mini, key: Array | None, step: Array, number: int) -> Mini:
-    """Adds the seeds of the adapters' dropout, by the trajectory and the position of a token, to the micro-batches.
+    """Adds the seeds of the adapters' dropout to the micro-batches; `number` is the mini-batch's in the step.
 
-    `number` is the mini-batch's in the step.
+    A seed follows from the trajectory and the position of its token.
     """
     assert key is not None
-    first, second = np.asarray(draw_seeds(key, step, np.int32(number)))
+    sequence_seed, position_seed = np.asarray(draw_seeds(key, step, np.int32(number)))
 
-    def seeded(rows: Rows) -> Rows:
-        of_sequence = lora.hash_32_bits(np.asarray(rows.sequence).astype(np.uint32) ^ first)
-        seeds = lora.hash_32_bits((of_sequence + np.asarray(rows.position).astype(np.uint32)) ^ second)
+    def add_seeds(rows: Rows) -> Rows:
+        sequence_hash = lora.hash_32_bits(np.asarray(rows.sequence).astype(np.uint32) ^ sequence_seed)
+        seeds = lora.hash_32_bits((sequence_hash + np.asarray(rows.position).astype(np.uint32)) ^ position_seed)
         return dataclasses.replace(rows, dropout=seeds)
 
-    micro_batches = [
-        seeded(m) if isinstance(m, Rows) else dataclasses.replace(m, rows=seeded(m.rows)) for m in mini.micros
+    micros = [
+        add_seeds(m) if isinstance(m, Rows) else dataclasses.replace(m, rows=add_seeds(m.rows)) for m in mini.micros
     ]
-    return dataclasses.replace(mini, micros=micro_batches)
+    return dataclasses.replace(mini, micros=micros)
 
 
 @jax.jit
 def draw_seeds(key: Array, step: Array, number: Array) -> jax.Array:
     """Draws the two seeds of a mini-batch's dropout."""
-    for one in (step, _STREAM, number):
-        key = jax.random.fold_in(key, one)
+    for number_in_key in (step, _STREAM, number):
+        key = jax.random.fold_in(key, number_in_key)
     return jax.random.bits(key, (2,))
 
 

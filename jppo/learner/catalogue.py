@@ -24,7 +24,7 @@ from jppo.types import Array
 
 
 def by_std(algorithm: AlgorithmSection) -> dict[str, bool]:
-    """Returns the option of estimators that compare a group."""
+    """Returns the keyword argument of GRPO's relatives: whether they divide by a group's standard deviation."""
     return dict(norm_adv_by_std=algorithm.norm_adv_by_std_in_grpo)
 
 
@@ -44,25 +44,25 @@ def surrogate(
 ) -> Algorithm:
     """Makes a policy loss of a function (logp, old_logp, advantage, mask, segment), as in `algorithms/losses.py`."""
 
-    def each(view: LossView) -> tuple[Array, dict[str, Array]]:
+    def loss_by_token(view: LossView) -> tuple[Array, dict[str, Array]]:
         return with_clips(loss(view.logprob, view.old_logprob, view.advantage, view.mask, view.segment))
 
-    return Algorithm(terms=(Term(each, "actor/pg_loss", aggregation=aggregation, by_sequence=by_sequence),))
+    return Algorithm(terms=(Term(loss_by_token, "actor/pg_loss", aggregation=aggregation, by_sequence=by_sequence),))
 
 
-def with_clips(found: losses.PolicyLoss) -> tuple[Array, dict[str, Array]]:
+def with_clips(policy_loss: losses.PolicyLoss) -> tuple[Array, dict[str, Array]]:
     """Returns the loss of each token, and its two masks of clipped tokens as metrics."""
-    return found[0], {"actor/pg_clipfrac": found[1], "actor/pg_clipfrac_lower": found[2]}
+    return policy_loss[0], {"actor/pg_clipfrac": policy_loss[1], "actor/pg_clipfrac_lower": policy_loss[2]}
 
 
 def gpg() -> Algorithm:
     """Makes REINFORCE, which reads no old policy."""
 
-    def each(view: LossView) -> tuple[Array, dict[str, Array]]:
+    def loss_by_token(view: LossView) -> tuple[Array, dict[str, Array]]:
         old_logp = view.logprob  # which it ignores
         return with_clips(losses.gpg(view.logprob, old_logp, view.advantage, view.mask, view.segment))
 
-    return Algorithm(terms=(Term(each, "actor/pg_loss"),))
+    return Algorithm(terms=(Term(loss_by_token, "actor/pg_loss"),))
 
 
 def dro(beta: float | None) -> Algorithm:
@@ -76,44 +76,44 @@ def clip_cov(*, ratio: float, low: float, high: float, clip_low: float, clip_hig
     """Makes Clip-Cov, which leaves tokens of high covariance out."""
     clip = dict[str, Any](clip_low=clip_low, clip_high=clip_high)
 
-    def before(view: BeforeView) -> Array:
+    def mark_tokens(view: BeforeView) -> Array:
         arrays = view.logprob, view.old_logprob, view.advantage, view.mask
         return losses.drawn_by_covariance(view.key, *arrays, count=view.count(ratio), low=low, high=high, **clip)
 
-    return selecting(partial(losses.clip_cov, **clip), before)
+    return selecting(partial(losses.clip_cov, **clip), mark_tokens)
 
 
 def kl_cov(*, ratio: float, coef: float) -> Algorithm:
     """Makes KL-Cov, with a KL on the tokens of the highest covariance."""
 
-    def before(view: BeforeView) -> Array:
+    def mark_tokens(view: BeforeView) -> Array:
         return losses.highest_covariance(view.logprob, view.advantage, view.mask, count=view.count(ratio))
 
-    return selecting(partial(losses.kl_cov, ppo_kl_coef=coef), before)
+    return selecting(partial(losses.kl_cov, ppo_kl_coef=coef), mark_tokens)
 
 
-def selecting(loss: Callable[..., losses.PolicyLoss], before: Callable[[BeforeView], Array]) -> Algorithm:
+def selecting(loss: Callable[..., losses.PolicyLoss], mark_tokens: Callable[[BeforeView], Array]) -> Algorithm:
     """Makes a policy loss that treats marked tokens differently, as clip_cov and kl_cov do; `before` marks them."""
 
-    def each(view: LossView) -> tuple[Array, dict[str, Array]]:
+    def loss_by_token(view: LossView) -> tuple[Array, dict[str, Array]]:
         arrays = view.logprob, view.old_logprob, view.advantage, view.mask, view.segment, view.before
         return with_clips(loss(*arrays))
 
-    return Algorithm(terms=(Term(each, "actor/pg_loss"),), before=before)
+    return Algorithm(terms=(Term(loss_by_token, "actor/pg_loss"),), before=mark_tokens)
 
 
 def regularisers(actor: Actor) -> tuple[Term, ...]:
-    """Makes the terms that settings of the actor add to its policy loss."""
-    most = actor.kl_loss_max_clamp
+    """Makes the terms that settings of the actor add to its policy loss: entropy, KL, positive examples, routers."""
+    clamp = actor.kl_loss_max_clamp
 
-    def kl(view: LossView) -> Array:
-        return view.kl if most is None else jnp.clip(view.kl, -most, most)
+    def clamped_kl(view: LossView) -> Array:
+        return view.kl if clamp is None else jnp.clip(view.kl, -clamp, clamp)
 
     terms = []
     if actor.entropy_coeff:
         terms.append(Term(lambda view: view.entropy, "", -actor.entropy_coeff, corrected=False))
     if actor.use_kl_loss:
-        terms.append(Term(kl, "actor/kl_loss", actor.kl_loss_coef, corrected=False))
+        terms.append(Term(clamped_kl, "actor/kl_loss", actor.kl_loss_coef, corrected=False))
     if actor.positive_lm_coef:  # the mean of -log π over the positive examples' tokens (VAPO, arXiv:2504.05118, eq. 9)
         mean = Term(lambda view: -view.positive * view.logprob, "actor/positive_lm_loss", actor.positive_lm_coef)
         terms.append(dataclasses.replace(mean, aggregation="token-sum", corrected=False))
@@ -134,15 +134,15 @@ def value_terms(critic: Critic) -> tuple[Term, ...]:
     """Makes the critic's loss: of a histogram, or the clipped squared error."""
     limits, clip = critic.value_range, critic.cliprange_value
 
-    def histogram(view: ValueView) -> tuple[Array, dict[str, Array]]:
-        each, clipped = values.histogram_loss(view.logits, view.returns, limits)
-        return each, {"critic/vf_clipfrac": clipped}
+    def histogram_loss(view: ValueView) -> tuple[Array, dict[str, Array]]:
+        by_token, clipped = values.histogram_loss(view.logits, view.returns, limits)
+        return by_token, {"critic/vf_clipfrac": clipped}
 
-    def squared(view: ValueView) -> tuple[Array, dict[str, Array]]:
-        each, clipped = losses.clipped_value(view.value, view.old_value, view.returns, cliprange_value=clip)
-        return each, {"critic/vf_clipfrac": clipped}
+    def squared_loss(view: ValueView) -> tuple[Array, dict[str, Array]]:
+        by_token, clipped = losses.clipped_value(view.value, view.old_value, view.returns, cliprange_value=clip)
+        return by_token, {"critic/vf_clipfrac": clipped}
 
-    return (Term(histogram if critic.value_bins else squared, "critic/vf_loss"),)
+    return (Term(histogram_loss if critic.value_bins else squared_loss, "critic/vf_loss"),)
 
 
 ESTIMATORS: dict[str, Callable[[Settings], Algorithm]] = {
@@ -197,7 +197,7 @@ POLICY_LOSSES: dict[str, Callable[[Settings], Algorithm]] = {
 
 
 def momenta(section: Optimizer) -> dict[str, Any]:
-    """Returns the options that most optimizers share."""
+    """Returns the keyword arguments that most optimizers share."""
     return dict(betas=section.betas, weight_decay=section.weight_decay)
 
 

@@ -23,11 +23,11 @@ def attention(cfg: ModelConfig, lengths: Sequence[int]) -> int:
     total = 0
     for kind, modules in zip(cfg.layer_kinds, cfg.layer_modules, strict=True):
         if modules.mixer == "attention":
-            total += _pair(cfg, modules) * sum(_pairs(n, cfg.kinds[kind].window) for n in lengths)
+            total += _kv_size(cfg, modules) * sum(_count_pairs(n, cfg.kinds[kind].window) for n in lengths)
     return 2 * total * cfg.num_heads
 
 
-def _pair(cfg: ModelConfig, modules: LayerModules) -> int:
+def _kv_size(cfg: ModelConfig, modules: LayerModules) -> int:
     """Returns the sizes of a head's k and v, which each pair of a query and a key multiplies."""
     A = cfg.heads_of(modules).head_dim
     return A + (A if cfg.latent is None else cfg.latent.value_dim)
@@ -37,16 +37,16 @@ def _layers(cfg: ModelConfig, mixer: Mixer) -> int:
     return sum(layer.mixer == mixer for layer in cfg.layer_modules)
 
 
-def _pairs(length: int, window: int | None) -> int:
+def _count_pairs(length: int, window: int | None) -> int:
     """Counts the keys that the queries of one sequence see: each its own and earlier ones in the window."""
-    near = length if window is None else min(length, window)
-    return near * (near + 1) // 2 + (length - near) * near
+    window_keys = length if window is None else min(length, window)
+    return window_keys * (window_keys + 1) // 2 + (length - window_keys) * window_keys
 
 
 def price(cfg: ModelConfig, keys: float) -> float:
     """Returns a token's time with attention by XLA over so many keys, padding included, relative to none."""
     by_token = forward(cfg, [1], head_tokens=1) - attention(cfg, [1])
-    by_key = 2 * cfg.num_heads * sum(_pair(cfg, layer) for layer in cfg.layer_modules if layer.mixer == "attention")
+    by_key = 2 * cfg.num_heads * sum(_kv_size(cfg, layer) for layer in cfg.layer_modules if layer.mixer == "attention")
     return 1.0 + SLOWER * keys * by_key / by_token
 
 
@@ -59,22 +59,22 @@ def adapter_flop(cfg: ModelConfig, adapters: Lora, lengths: Sequence[int]) -> in
 def forward(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, adapters: Lora | None = None) -> int:
     """Returns FLOP of a forward pass over sequences of `lengths`, with the language head on `head_tokens` tokens."""
     D = cfg.hidden_size
-    matrices = sum(_projections(cfg, layer) for layer in cfg.layer_modules if layer.mixer == "attention")
+    matrices = sum(_projection_elements(cfg, layer) for layer in cfg.layer_modules if layer.mixer == "attention")
     if (d := cfg.delta) is not None:  # with a token's three products with each state, one by one
         values = d.value_heads * d.value_dim
         matrices += (D * (d.channels + 2 * values + 2 * d.value_heads) + 3 * values * d.key_dim) * _layers(cfg, "delta")
-    sparse = 0
+    moe = 0
     if (e := cfg.experts) is not None:
-        sparse = 3 * D * (e.active * e.width + e.shared_width) + D * (e.count + e.names.shared_gate)
-    inner = sum(sparse * layer.sparse + 3 * D * cfg.mlp_width(layer) * layer.dense for layer in cfg.layer_modules)
+        moe = 3 * D * (e.active * e.width + e.shared_width) + D * (e.count + e.names.shared_gate)
+    mlp = sum(moe * layer.sparse + 3 * D * cfg.mlp_width(layer) * layer.dense for layer in cfg.layer_modules)
     if cfg.gemma4 is not None:  # in each layer a part of one projection, a gate, and its output
-        inner += 3 * D * cfg.gemma4.per_layer * cfg.num_layers
-    trunk = 2 * sum(lengths) * (matrices + inner) + attention(cfg, lengths)
-    beside = 0 if adapters is None else adapter_flop(cfg, adapters, lengths)
-    return trunk + 2 * head_tokens * D * cfg.vocab_size + beside
+        mlp += 3 * D * cfg.gemma4.per_layer * cfg.num_layers
+    trunk = 2 * sum(lengths) * (matrices + mlp) + attention(cfg, lengths)
+    adapter_part = 0 if adapters is None else adapter_flop(cfg, adapters, lengths)
+    return trunk + 2 * head_tokens * D * cfg.vocab_size + adapter_part
 
 
-def _projections(cfg: ModelConfig, modules: LayerModules) -> int:
+def _projection_elements(cfg: ModelConfig, modules: LayerModules) -> int:
     """Returns the elements of the kernels of a layer's attention."""
     D, H, (K, A) = cfg.hidden_size, cfg.num_heads, cfg.heads_of(modules)
     if (latent := cfg.latent) is None:
@@ -94,17 +94,17 @@ def update(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, adapte
     them. Attention, whose factors all have gradients, experts into which adapters are merged, and the adapters cost
     the same.
     """
-    whole = forward(cfg, lengths, head_tokens=head_tokens)
+    forward_flop = forward(cfg, lengths, head_tokens=head_tokens)
     if adapters is None:
-        return 3 * whole
-    own = 3 * adapter_flop(cfg, adapters, lengths)
-    return 2 * whole + attention(cfg, lengths) + _merged(cfg, adapters, lengths) + own
+        return 3 * forward_flop
+    adapter_part = 3 * adapter_flop(cfg, adapters, lengths)
+    return 2 * forward_flop + attention(cfg, lengths) + _merged_expert_flop(cfg, adapters, lengths) + adapter_part
 
 
-def _merged(cfg: ModelConfig, adapters: Lora, lengths: Sequence[int]) -> int:
+def _merged_expert_flop(cfg: ModelConfig, adapters: Lora, lengths: Sequence[int]) -> int:
     """Returns FLOP of the experts' kernels with adapters in a forward pass."""
     if (e := cfg.experts) is None:
         return 0
-    halves = (entry for entry in lora.adapter_table(cfg, adapters, head="lm") if "{expert}" in entry.hf)
-    layers = sum(entry.shape[0] for entry in halves) // 2  # an adapter has two matrices
+    expert_entries = (entry for entry in lora.adapter_table(cfg, adapters, head="lm") if "{expert}" in entry.hf)
+    layers = sum(entry.shape[0] for entry in expert_entries) // 2  # an adapter has two matrices
     return 2 * sum(lengths) * layers * cfg.hidden_size * e.active * e.width

@@ -33,32 +33,32 @@ def make_episodes(
     rewards: list[Reward],
     baseline: list[Reward] | None,
     *,
-    compared: bool,
+    compares: bool,
 ) -> Episodes:
     """Makes the episodes of graded samples, as many in turn for each prompt; `baseline` grades greedy responses.
 
-    A sample without a baseline becomes unusable. Then its prompt's greedy response was not graded, or, if samples are
-    `compared`, no other sample of its prompt was.
+    A sample becomes unusable if its prompt's greedy response was not graded or, if the algorithm `compares` the samples
+    of a prompt, if no other sample of its prompt was.
     """
     n = len(trajectories) // len(prompts)
     group = comparison_groups(np.array([r.unusable is not None for r in rewards]), n)
-    best = None if baseline is None else [r for r in baseline for _ in range(n)]
-    size = np.bincount(group, minlength=len(group))[group]
+    greedy = None if baseline is None else [r for r in baseline for _ in range(n)]
+    group_size = np.bincount(group, minlength=len(group))[group]
 
-    def why(i: int) -> str | None:
+    def why_unusable(i: int) -> str | None:
         if rewards[i].unusable is not None:
             return rewards[i].unusable
-        if best is not None and best[i].unusable is not None:
-            return f"its prompt's greedy response is {best[i].unusable}"
-        return "no other response to its prompt was graded" if compared and size[i] == 1 else None
+        if greedy is not None and greedy[i].unusable is not None:
+            return f"its prompt's greedy response is {greedy[i].unusable}"
+        return "no other response to its prompt was graded" if compares and group_size[i] == 1 else None
 
     return Episodes(
         prompts=[prompt for prompt in prompts for _ in range(n)],
         trajectories=trajectories,
-        rewards=[dataclasses.replace(r, unusable=why(i)) for i, r in enumerate(rewards)],
+        rewards=[dataclasses.replace(r, unusable=why_unusable(i)) for i, r in enumerate(rewards)],
         group=group,
         first=np.arange(len(trajectories), dtype=np.int32),
-        greedy=None if best is None else np.array([0.0 if r.unusable else r.score for r in best], np.float32),
+        greedy=None if greedy is None else np.array([0.0 if r.unusable else r.score for r in greedy], np.float32),
     )
 
 
@@ -75,23 +75,23 @@ def comparison_groups(unusable: np.ndarray, n: int) -> np.ndarray:  # [B] bool -
 def with_branches(episodes: Episodes, earned: Callable[[str], Callable[[Trajectory], Earned]]) -> Episodes:
     """Appends the other branches of episodes, each with its episode's reward and greedy score.
 
-    `earned` makes, for a data source, the function that returns the amounts which a branch earned at its turns.
+    `earned` is (data source) -> (branch) -> the rewards that the branch earned inside it, by position.
     """
-    others = [(i, branch) for i, t in enumerate(episodes.trajectories) for branch in t.branches]
-    if not others:
+    branches = [(i, branch) for i, t in enumerate(episodes.trajectories) for branch in t.branches]
+    if not branches:
         return episodes
     amounts = {source: earned(source) for source in set(episodes.sources)}
-    first = np.concatenate([episodes.first, np.array([i for i, _ in others], np.int32)])
-    own = [
+    first = np.concatenate([episodes.first, np.array([i for i, _ in branches], np.int32)])
+    branch_rewards = [
         dataclasses.replace(episodes.rewards[i], earned=amounts[episodes.prompts[i].data_source](branch))
-        for i, branch in others
+        for i, branch in branches
     ]
-    alone = np.arange(len(episodes.group), len(first), dtype=episodes.group.dtype)
+    branch_groups = np.arange(len(episodes.group), len(first), dtype=episodes.group.dtype)
     return Episodes(
         prompts=[episodes.prompts[i] for i in first],
-        trajectories=[*episodes.trajectories, *(branch for _, branch in others)],
-        rewards=[*episodes.rewards, *own],
-        group=np.concatenate([episodes.group, alone]),
+        trajectories=[*episodes.trajectories, *(branch for _, branch in branches)],
+        rewards=[*episodes.rewards, *branch_rewards],
+        group=np.concatenate([episodes.group, branch_groups]),
         first=first,
         greedy=None if episodes.greedy is None else episodes.greedy[first],
     )

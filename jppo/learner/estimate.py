@@ -43,14 +43,14 @@ def mismatch(batch: Batch) -> dict[str, Array]:
     }
 
 
-def corrected(settings: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
+def correct_mismatch(settings: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
     """Returns the batch with weights and without rejected tokens, and metrics of both.
 
     Nobody sampled a given token: its weight is 1, and no rule rejects it.
     """
     log_ratio, mask = _log_ratio(batch), batch.sampled
-    kept = correction.keep(log_ratio, mask, rules=settings.rules)
-    rejected = mask & ~kept
+    kept_mask = correction.keep(log_ratio, mask, rules=settings.rules)
+    rejected = mask & ~kept_mask
     sequences = jnp.maximum(jnp.sum(jnp.any(mask, axis=1), dtype=jnp.float32), 1.0)
     metrics: dict[str, Array] = {
         "rollout_corr/rollout_rs_masked_fraction": jnp.sum(rejected, dtype=jnp.float32) / token_count(mask),
@@ -58,8 +58,8 @@ def corrected(settings: Correction, batch: Batch) -> tuple[Batch, dict[str, Arra
     }
     weight = None
     if settings.level is not None:
-        raw = correction.raw_weights(log_ratio, mask, level=settings.level)
-        weight = correction.bounded(raw, lower=settings.lower, upper=settings.upper)
+        unbounded = correction.raw_weights(log_ratio, mask, level=settings.level)
+        weight = correction.bounded(unbounded, lower=settings.lower, upper=settings.upper)
         spread = correction.importance(weight, mask)
         metrics |= {
             "rollout_corr/rollout_is_mean": spread["mean"],
@@ -72,9 +72,9 @@ def corrected(settings: Correction, batch: Batch) -> tuple[Batch, dict[str, Arra
                 weight, mean=correction.mean_weight(weight, mask, level=settings.level)
             )
     if "given" in batch.arrays:
-        given = batch.mask & batch["given"][:, None]
-        kept, weight = kept | given, None if weight is None else jnp.where(given, 1.0, weight)
-    return dataclasses.replace(batch, mask=kept).with_arrays(weight=weight), metrics
+        given_tokens = batch.mask & batch["given"][:, None]
+        kept_mask, weight = kept_mask | given_tokens, None if weight is None else jnp.where(given_tokens, 1.0, weight)
+    return dataclasses.replace(batch, mask=kept_mask).with_arrays(weight=weight), metrics
 
 
 def make_bypass_correction(settings: Correction) -> Callable[..., tuple[Array, Array | None]]:
@@ -83,15 +83,15 @@ def make_bypass_correction(settings: Correction) -> Callable[..., tuple[Array, A
     Both follow the current policy, have no gradient, and change from one mini-batch to the next.
     """
 
-    def current(logp: Array, rollout_logp: Array, mask: Array, segment: Array) -> tuple[Array, Array | None]:
+    def correct(logp: Array, rollout_logp: Array, mask: Array, segment: Array) -> tuple[Array, Array | None]:
         log_ratio = jax.lax.stop_gradient(jnp.where(mask, logp - rollout_logp, 0.0))
-        kept = correction.keep(log_ratio, mask, rules=settings.rules, segment=segment)
+        kept_mask = correction.keep(log_ratio, mask, rules=settings.rules, segment=segment)
         if settings.level is None:
-            return kept, None
-        raw = correction.raw_weights(log_ratio, mask, level=settings.level, segment=segment)
-        return kept, correction.bounded(raw, lower=settings.lower, upper=settings.upper)
+            return kept_mask, None
+        unbounded = correction.raw_weights(log_ratio, mask, level=settings.level, segment=segment)
+        return kept_mask, correction.bounded(unbounded, lower=settings.lower, upper=settings.upper)
 
-    return current
+    return correct
 
 
 def _log_ratio(batch: Batch) -> Array:
@@ -118,34 +118,34 @@ def make_advantages(
         batch: Batch, kl_coef: Array, value_norm: Array | None = None
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         metrics = {} if bypass else mismatch(batch)
-        known: dict[str, Any] = {**batch.arrays}
-        known |= {"turn_ends": masked.ends(batch.mask)} if algorithm.by_turn else {}  # before tokens are rejected
-        if "entropy" in known:
+        arrays: dict[str, Any] = {**batch.arrays}
+        arrays |= {"turn_ends": masked.ends(batch.mask)} if algorithm.by_turn else {}  # before tokens are rejected
+        if "entropy" in arrays:
             metrics["actor/entropy"] = masked_mean(batch["entropy"], batch.sampled)
-        if "routing_differs" in known:
+        if "routing_differs" in arrays:
             metrics["rollout/routing_differs"] = masked_mean(batch["routing_differs"], batch.mask)
         if correction is not None:
-            batch, correction_metrics = corrected(correction, batch)
+            batch, correction_metrics = correct_mismatch(correction, batch)
             metrics |= correction_metrics
         mask, value, weight = batch.mask, batch.get("value"), batch.get("weight")
         if value is not None and value_norm is not None:
             value = values.denormalised(value, value_norm)
         if weight is not None and by_sequence:
             weight = geometric(weight, mask)
-        graded = batch
+        scored = batch
         if not algorithm.scored:
-            graded = dataclasses.replace(batch, score=jnp.zeros_like(batch.score)).with_arrays(earned=None)
+            scored = dataclasses.replace(batch, score=jnp.zeros_like(batch.score)).with_arrays(earned=None)
         penalty = penalty_of(batch, kl_penalty)
-        reward, total, reward_metrics = rewards(graded, penalty, kl_coef)
+        reward, total, reward_metrics = rewards(scored, penalty, kl_coef)
         metrics |= reward_metrics
         if "outcome" in algorithm.reads:
-            known["outcome"] = outcomes(algorithm, batch, total)
-        known |= {"reward": reward, "group": batch.group, "mask": mask, "value": value}
-        known |= {"weight": jnp.ones_like(reward) if weight is None else weight}
+            arrays["outcome"] = outcomes(algorithm, batch, total)
+        arrays |= {"reward": reward, "group": batch.group, "mask": mask, "value": value}
+        arrays |= {"weight": jnp.ones_like(reward) if weight is None else weight}
         if "kl_reward" in algorithm.reads:
-            known["kl_reward"] = jnp.where(mask, -kl_coef * penalty, 0.0)
+            arrays["kl_reward"] = jnp.where(mask, -kl_coef * penalty, 0.0)
         assert algorithm.advantage is not None and algorithm.transforms is not None
-        estimated = algorithm.advantage(view(TokenView, algorithm.reads, known))
+        estimated = algorithm.advantage(view(TokenView, algorithm.reads, arrays))
         advantage, returns = estimated if isinstance(estimated, tuple) else (estimated, estimated)
         for transform in algorithm.transforms:
             advantage = transform(advantage, mask)
@@ -165,31 +165,31 @@ def make_advantages(
 
 
 def outcomes(algorithm: Algorithm, batch: Batch, total: Array) -> Array:  # [B]
-    """Returns the outcome of each row's episode, with the tokens and penalties of all its branches.
+    """Returns the algorithm's outcome of each row's episode, [B]; `total` is each row's score less its KL penalties.
 
-    `total` is the score of each row less its own penalties.
-    The length of a response is its kept tokens, or all that were sampled if none is kept: its score counts.
+    An episode has the penalties and tokens of all its branches. The length of a response is its trained tokens, or all
+    that were sampled if none is trained on: its score counts.
     """
     assert algorithm.outcome is not None
 
     episode = batch.get("episode")
 
-    def summed(x: Array) -> Array:
+    def sum_branches(x: Array) -> Array:
         return x if episode is None else jax.ops.segment_sum(x, jnp.asarray(episode), num_segments=len(x))
 
-    length = summed(jnp.sum(batch.mask, axis=1, dtype=jnp.float32))
-    length = jnp.where(length > 0, length, summed(batch.length))
-    known = {**batch.arrays} | {"score": total, "length": length, "group": batch.group}
+    length = sum_branches(jnp.sum(batch.mask, axis=1, dtype=jnp.float32))
+    length = jnp.where(length > 0, length, sum_branches(batch.length))
+    arrays = {**batch.arrays} | {"score": total, "length": length, "group": batch.group}
     if episode is not None:  # the score once, and the penalties of all branches; all rows have their episode's parts
         score = jnp.where(jnp.isnan(batch.score), 0.0, batch.score)
         penalty = score - total
-        known["score"] = score - summed(penalty)
-    outcome = algorithm.outcome(view(EpisodeView, algorithm.reads, known))
+        arrays["score"] = score - sum_branches(penalty)
+    outcome = algorithm.outcome(view(EpisodeView, algorithm.reads, arrays))
     return outcome if episode is None else outcome[episode]
 
 
 def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]
-    """Returns the KL of each token that is subtracted from the reward."""
+    """Returns the KL of each token, to be subtracted from the reward; `kind` is `algorithm.kl_penalty`, None: zeros."""
     if kind is None:
         return jnp.zeros_like(batch.rollout_logprob)
     if kind in kl.EXACT:
@@ -206,20 +206,20 @@ def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array,
     mask, graded = batch.mask, ~jnp.isnan(batch.score)
     score = jnp.where(graded, batch.score, 0.0)
     reward = jnp.where(mask, masked.at_kept(score, masked.last(mask)) - kl_coef * penalty, 0.0)
-    some = jnp.any(mask, axis=1)
-    total = jnp.where(some, jnp.sum(reward, axis=1), score)  # whose rounding does not depend on the places
+    has_tokens = jnp.any(mask, axis=1)
+    total = jnp.where(has_tokens, jnp.sum(reward, axis=1), score)  # whose rounding does not depend on the places
     if "earned" in batch.arrays:
         earned = masked.moved(batch["earned"], mask)
         reward = reward + earned - masked.at_kept(jnp.sum(earned, axis=1), masked.last(mask))
-    whole = jnp.sum(penalty, axis=1)
+    sequence_penalty = jnp.sum(penalty, axis=1)
     if "given" in batch.arrays:
-        graded, some = graded & ~batch["given"], some & ~batch["given"]
+        graded, has_tokens = graded & ~batch["given"], has_tokens & ~batch["given"]
     return reward, total, {
         "critic/rewards/mean": masked_mean(total, graded),
         "critic/rewards/max": largest(total, graded),
         "critic/rewards/min": -largest(-total, graded),
-        "actor/reward_kl_penalty": masked_mean(whole / jnp.maximum(jnp.sum(mask, axis=1), 1), some),
-        "actor/reward_kl_penalty_seq": masked_mean(whole, some),
+        "actor/reward_kl_penalty": masked_mean(sequence_penalty / jnp.maximum(jnp.sum(mask, axis=1), 1), has_tokens),
+        "actor/reward_kl_penalty_seq": masked_mean(sequence_penalty, has_tokens),
     }  # fmt: skip
 
 
@@ -240,8 +240,8 @@ def largest(x: Array, mask: Array) -> Array:  # []
 
 def value_metrics(value: Array, returns: Array, mask: Array) -> dict[str, Array]:
     """Computes metrics of the critic's values against the returns."""
-    wrong, whole = (masked.variance(masked.moments(x, mask)) for x in (returns - value, returns))
-    explained = {"critic/vf_explained_var": 1.0 - wrong / (whole + 1e-5)}
+    error_variance, return_variance = (masked.variance(masked.moments(x, mask)) for x in (returns - value, returns))
+    explained = {"critic/vf_explained_var": 1.0 - error_variance / (return_variance + 1e-5)}
     return explained | distribution("critic/returns", returns, mask) | distribution("critic/values", value, mask)
 
 

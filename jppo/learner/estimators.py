@@ -31,6 +31,8 @@ def gae(
 
 
 def reinforce_plus_plus(*, gamma: float, gamma_by: str = "token") -> Algorithm:
+    """Makes REINFORCE++: whitened returns, discounted by token or, with gamma_by='turn', from turn to turn."""
+
     def estimate(view: TokenView) -> Array:
         return advantage.reinforce_plus_plus(view.reward, view.mask, gamma=_discount(gamma, gamma_by, view))
 
@@ -38,7 +40,7 @@ def reinforce_plus_plus(*, gamma: float, gamma_by: str = "token") -> Algorithm:
 
 
 def _discount(gamma: float, gamma_by: str, view: TokenView) -> float | Array:
-    """Returns γ, or by turn γ after the last token of each turn and 1 elsewhere."""
+    """Returns the discount γ of every token; with gamma_by='turn' γ after the last token of a turn, 1 elsewhere."""
     return jnp.where(view.turn_ends, gamma, 1.0) if gamma_by == "turn" else gamma
 
 
@@ -62,6 +64,8 @@ def grpo_passk(*, norm_adv_by_std: bool) -> Algorithm:
 
 
 def gpg() -> Algorithm:
+    """Makes GPG: a score less its group's mean, scaled by the share of groups with different scores."""
+
     def outcome(view: EpisodeView) -> Array:
         group = view.group
         graded = jnp.bincount(group, length=len(group))[group] > 1  # alone is padding, or was not graded
@@ -101,6 +105,7 @@ def rloo_vectorized() -> Algorithm:
 
 
 def reinforce_plus_plus_baseline() -> Algorithm:
+    """Makes REINFORCE++ with a baseline: a score less its group's mean, whitened over the batch."""
     return Algorithm(
         outcome=lambda view: advantage.reinforce_plus_plus_baseline(view.score, view.group),
         transforms=(masked.whiten,),

@@ -65,7 +65,7 @@ def read_models_of_run(c: Settings, *, weights: bool = True) -> Configs:
 
 
 def read_models(c: Loop, *, with_critic: bool, with_reference: bool, weights: bool = True) -> Configs:
-    """Reads the configs of the policy and of what else is there, and checks the headers of their `weights`."""
+    """Reads the configs of the policy, and of critic and reference if wanted; checks the headers of their `weights`."""
 
     def read(path: str, head: Head, init: str) -> ModelConfig:
         _, cfg = hf.read_config(path, longest=c.data.longest_row)
@@ -105,16 +105,16 @@ def critic_init(c: Loop) -> str:
     return c.model.init if path_of_critic(c) == c.model.path else "pretrained"
 
 
-def make_adapters(c: Common, own: Critic | None = None) -> Lora | None:
-    """Makes the LoRA settings of `model`, or of a section with its `own`; None: full fine-tuning."""
+def make_adapters(c: Common, critic: Critic | None = None) -> Lora | None:
+    """Makes the LoRA settings of the policy, or of a `critic` with its own rank and alpha; None: full fine-tuning."""
     targets = lora.parse_targets(c.model.target_modules)  # validates unused settings, too
     rank, alpha = c.model.lora_rank, c.model.lora_alpha
-    if own is not None:
-        rank = rank if own.lora_rank is None else own.lora_rank
-        alpha = alpha if own.lora_alpha is None else own.lora_alpha
-    dropout = c.model.lora_dropout if own is None and isinstance(c.model, Model) else 0.0
+    if critic is not None:
+        rank = rank if critic.lora_rank is None else critic.lora_rank
+        alpha = alpha if critic.lora_alpha is None else critic.lora_alpha
+    dropout = c.model.lora_dropout if critic is None and isinstance(c.model, Model) else 0.0
     adapters = None if rank == 0 else Lora(rank, alpha, targets, dropout, c.model.base_quantization)
-    if own is None and adapters is not None and isinstance(c.model, Model) and c.model.lora_adapter_path:
+    if critic is None and adapters is not None and isinstance(c.model, Model) and c.model.lora_adapter_path:
         hf.adapter_slots(c.model.lora_adapter_path, adapters)
     return adapters
 
@@ -141,32 +141,32 @@ OFFLOADABLE = {
 
 def offloaded_parts(c: Common) -> list[str]:
     """Returns the parts to offload, named as in OFFLOADABLE."""
-    there = {part: getattr(c, section, None) for part, (section, _) in OFFLOADABLE.items()}
-    return [part for part, (_, leaf) in OFFLOADABLE.items() if there[part] is not None and getattr(there[part], leaf)]
+    owner = {part: getattr(c, section, None) for part, (section, _) in OFFLOADABLE.items()}
+    return [part for part, (_, leaf) in OFFLOADABLE.items() if owner[part] is not None and getattr(owner[part], leaf)]
 
 
 def require_host_memory(c: Common, device: jax.Device) -> None:
     """Raises UserError where a part is to be offloaded and the devices have no host memory kind."""
     for part in offloaded_parts(c):
         if placing.host_kind(device) is None:
-            known = ", ".join(memory.kind for memory in device.addressable_memories())
+            kinds = ", ".join(memory.kind for memory in device.addressable_memories())
             raise UserError(
                 f"{'.'.join(OFFLOADABLE[part])}=True: {device.device_kind} has no memory of the host to copy from"
-                f" ({placing.KINDS[0]}), only {known}; leave it at False"
+                f" ({placing.KINDS[0]}), only {kinds}; leave it at False"
             )
 
 
 def describe_offload(c: Common, inputs: ModelConfigs | None, device: jax.Device) -> str | None:
-    """Returns a line on the offloaded parts; None without any. `inputs` of PPO tell which parts exist."""
-    there = offloaded_parts(c)
+    """Describes the offloaded parts in a line for the console; None without any. `inputs` tell which models exist."""
+    names = offloaded_parts(c)
     if inputs is not None and inputs.critic is None:
-        there = [part for part in there if not part.startswith("critic")]
+        names = [part for part in names if not part.startswith("critic")]
     if inputs is not None and inputs.reference is None:
-        there = [part for part in there if part != "reference"]
-    if not there:
+        names = [part for part in names if part != "reference"]
+    if not names:
         return None
-    same = "; on a CPU that is the same memory, and nothing is gained" if device.platform == "cpu" else ""
-    return f"offloaded to {placing.host_kind(device)} memory between their uses: {', '.join(there)}{same}"
+    cpu_note = "; on a CPU that is the same memory, and nothing is gained" if device.platform == "cpu" else ""
+    return f"offloaded to {placing.host_kind(device)} memory between their uses: {', '.join(names)}{cpu_note}"
 
 
 def attention_kernel(c: Common, cfg: ModelConfig, mesh: Any) -> tuple[str, str | None, fused.Needs]:
@@ -230,7 +230,7 @@ class Trained:
     """A loaded model: its trained and its frozen weights."""
 
     layout: state.ModelLayout  # shapes and shardings of the trained weights
-    learned: Params
+    learned: Params  # the trained weights
     base: Base | None  # None: all is trained
 
 
@@ -267,14 +267,14 @@ def sketch_trained(
     c: Common,
     mesh: Any,
     cfg: ModelConfig,
-    _: str,
+    path: str,
     *,
     head: Head,
     adapters: Lora | None,
     trunk: Params | None = None,
     **__: Any,
 ) -> Trained:
-    """Does `load_trained` with shapes in place of arrays."""
+    """Makes the model of `load_trained` with shapes in place of arrays; reads no file."""
     layout = state.model_weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
     values = state.abstract(layout)
     values |= {name: part for name, part in (trunk or {}).items() if name in values}
@@ -288,32 +288,32 @@ def sketch_trained(
 def copy_weights(tree: Params, offload: bool) -> Params:
     """Copies weights into device memory, or, one array on the devices at a time, to the host."""
     if not offload and not any(map(placing.is_offloaded, jax.tree.leaves(tree))):
-        places = jax.tree.map(lambda x: x.sharding, tree)
-        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)(tree)
+        shardings = jax.tree.map(lambda x: x.sharding, tree)
+        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(tree)
 
-    def apart(x: jax.Array) -> jax.Array:
+    def copy_array(x: jax.Array) -> jax.Array:
         copy: jax.Array = placing.to_device(x).copy()
         return placing.to_host(copy) if offload else copy
 
-    return jax.tree.map(apart, tree)
+    return jax.tree.map(copy_array, tree)
 
 
 @dataclasses.dataclass(frozen=True)
-class Making:
-    """How the arrays of a learner are made."""
+class Maker:
+    """The functions that make a learner's arrays: LOADED loads weights, SHAPES makes shapes for forecasts."""
 
     load: Callable[..., Trained]
     begin_optimizer: Callable[..., tuple[Any, Any]]  # (tx, layout, learned) -> its state, the shardings
-    copy: Callable[[Params, bool], Params]  # (weights, to the host) -> others of the same values
+    copy: Callable[[Params, bool], Params]  # (weights, whether to the host) -> a copy
     put: Callable[[Any, Any], Any]  # (values, sharding)
 
 
-LOADED = Making(load_trained, state.init_optimizer, copy_weights, placing.put)
-SHAPES = Making(sketch_trained, state.abstract_optimizer, placing.copy_shapes, placing.shapes)
+LOADED = Maker(load_trained, state.init_optimizer, copy_weights, placing.put)
+SHAPES = Maker(sketch_trained, state.abstract_optimizer, placing.copy_shapes, placing.shapes)
 
 
-def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
-    """Offloads the model to the host if asked; a `shared` base stays where its owner put it."""
+def offload_if(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
+    """Moves the model to host memory if `offloaded`; a base that is `shared` with another model is not moved."""
     if not offloaded:
         return trained
     base = trained.base if shared else placing.to_host(trained.base)
@@ -322,20 +322,20 @@ def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
 
 def make_algorithm(c: Settings) -> Algorithm:
     """Makes the algorithm of the settings: the extension, estimator and losses, and terms that other settings add."""
-    made = parts.algorithm(c)
-    assert isinstance(made, Algorithm)
-    made = dataclasses.replace(made, terms=(*made.terms, *catalogue.regularisers(c.actor)))
-    made = made.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
-    parts.run_on_shapes(made, "metrics", parts.loss_setting(c))  # raises where terms of the two share one
-    return made
+    algorithm = parts.algorithm(c)
+    assert isinstance(algorithm, Algorithm)
+    algorithm = dataclasses.replace(algorithm, terms=(*algorithm.terms, *catalogue.regularisers(c.actor)))
+    algorithm = algorithm.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
+    parts.run_on_shapes(algorithm, "metrics", parts.loss_setting(c))  # raises where terms of the two share one
+    return algorithm
 
 
 def make_loss(c: Loop) -> Algorithm:
     """Makes the losses of policy and critic that `actor` and `critic` set, without an estimate of advantages."""
-    made = parts.policy_loss(c)
-    assert isinstance(made, Algorithm)
-    made = dataclasses.replace(made, terms=(*made.terms, *catalogue.regularisers(c.actor)))
-    return made.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
+    algorithm = parts.policy_loss(c)
+    assert isinstance(algorithm, Algorithm)
+    algorithm = dataclasses.replace(algorithm, terms=(*algorithm.terms, *catalogue.regularisers(c.actor)))
+    return algorithm.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
 
 
 def kl_name(name: str, setting: str) -> str:
@@ -371,7 +371,7 @@ def make_kl_controller(c: Settings) -> Callable[[Array, Array], Array] | None:
 
 
 def make_recipe(c: Settings) -> ppo.Recipe:
-    """Makes the algorithm's functions from the config."""
+    """Makes the recipe of a PPO run: the algorithm of the settings, and the computations around it."""
     talk = c.rollout.multi_turn
     return dataclasses.replace(
         _make_recipe(c, make_algorithm(c)),
@@ -391,6 +391,7 @@ def make_loop_recipe(c: Loop) -> ppo.Recipe:
 
 
 def _make_recipe(c: Loop, algorithm: Algorithm, kl_penalty: str | None = None) -> ppo.Recipe:
+    """Makes the parts of a recipe that a PPO run and a user's loop share: losses, their means, KL and metrics."""
     a, v = c.actor, c.critic
     value_mode = a.loss_agg_mode if v.loss_agg_mode is None else v.loss_agg_mode
     scale = float(c.data.max_response_length) if a.loss_scale_factor is None else a.loss_scale_factor
@@ -432,8 +433,8 @@ def make_chain(section: Optimizer, name: str, matrices: Any = None) -> optim.Cha
         if isinstance(learning_rate, optim.Hyperparameters):
             h, learning_rate = learning_rate, learning_rate.lr
             if section.optimizer == "adamw":
-                made = optim.adamw(h.lr, betas=(h.beta1, h.beta2), eps=h.eps, weight_decay=h.weight_decay)
-                return cast(optax.GradientTransformation, made)
+                adamw = optim.adamw(h.lr, betas=(h.beta1, h.beta2), eps=h.eps, weight_decay=h.weight_decay)
+                return cast(optax.GradientTransformation, adamw)
         arguments = (section, learning_rate, matrices)
         transformation = parts.OPTIMIZERS.make(section.optimizer, f"{name}.optimizer", *arguments)
         return cast(optax.GradientTransformation, transformation)  # `make` has checked the class
@@ -467,7 +468,7 @@ REACHED, CPU_FLOPS = 0.4, 1e11  # share of a device's peak; rate of all cores of
 
 
 def packing_kind(c: Common, mesh: Any) -> str:
-    """Returns the packing kind. Shared rows need a fused segment kernel: else their mask is quadratic."""
+    """Returns `data.packing`; 'auto' shares rows only where a fused kernel keeps their mask from being quadratic."""
     if c.data.packing != "auto":
         return c.data.packing
     return "segments" if sharding.platform(mesh) == "tpu" and c.model.attention in ("auto", "splash") else "buckets"
@@ -497,36 +498,36 @@ def plan_rows(
     sequences: int,
     steps: int,
     policy: ModelConfig,
-    more: int = 0,
+    extra_tokens: int = 0,
     sizes: Sequence[int] = (),
 ) -> packing.Plan:
-    """Plans the row shapes of a run of `steps` batches; `more` is extra tokens per sequence beyond prompt and response.
+    """Plans the row shapes of a run of `steps` batches; `extra_tokens` are of a sequence beyond prompt and response.
 
     With shared prompts, the policy's cost model sets the lengths. `sizes` is as in `packing.make_plan`.
     """
     multiple, length_multiple = sharding.row_multiple(mesh), sharding.length_multiple(mesh)
-    row, of_device, shared = c.data.max_tokens_per_row, tokens_per_device * length_multiple, shared_prompts(c, mesh)
-    sharing = dict[str, Any]()
+    row, per_device, shared = c.data.max_tokens_per_row, tokens_per_device * length_multiple, shared_prompts(c, mesh)
+    prompt_options = dict[str, Any]()
     if shared is not None and isinstance(c, Loop):
         if row == -1:
-            row = min(of_device, packing.longest_row(*shared, samples=c.rollout.n))
+            row = min(per_device, packing.longest_row(*shared, samples=c.rollout.n))
 
         def price(length: int) -> float:
             return cost.price(policy, attention.count_score_pairs(length, shared) / length)
 
-        sharing = dict(price=price, shared=shared)
-    longest = c.data.longest_row + more
+        prompt_options = dict(price=price, shared=shared)
+    max_length = c.data.longest_row + extra_tokens
     return packing.make_plan(
         packing_kind(c, mesh),
-        max_length=longest,
+        max_length=max_length,
         row_lengths=row_length_count(c, mesh, policy, steps * c.sequences_of_step),
-        max_tokens_per_row=longest if row == -1 else row,
-        tokens_per_micro=of_device * multiple,
+        max_tokens_per_row=max_length if row == -1 else row,
+        tokens_per_micro=per_device * multiple,
         sequences=sequences,
         row_multiple=multiple,
         length_multiple=length_multiple,
         sizes=sizes,
-        **sharing,
+        **prompt_options,
     )
 
 
@@ -541,16 +542,19 @@ def plan_mini_batches(c: Loop, mesh: Any, policy: ModelConfig, steps: int, sizes
         c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=max(sizes), steps=steps,
         policy=policy, sizes=() if c.rollout.has_branches else sizes,
     )  # fmt: skip
-    return dataclasses.replace(plan, experts=replayed(c, policy), kept=kept_tokens(c, policy))
+    return dataclasses.replace(plan, experts=replayed_experts(c, policy), kept=kept_tokens(c, policy))
 
 
 def kept_tokens(c: Loop, policy: ModelConfig) -> int:
-    """Returns the most kept tokens of a sample that are replayed; 0: none."""
+    """Returns how many tokens of each truncated distribution the engine returns to be replayed; 0: none."""
     return min(c.rollout.mask_replay_tokens, policy.vocab_size) if c.rollout.mask_replay else 0
 
 
-def replayed(c: Loop, policy: ModelConfig) -> tuple[int, int] | None:
-    """Returns the layers and the active experts of each token if experts are replayed; UserError without any."""
+def replayed_experts(c: Loop, policy: ModelConfig) -> tuple[int, int] | None:
+    """Returns (layers, active experts of a token) if the engine's choice of experts is replayed, else None.
+
+    Raises UserError for a model without experts.
+    """
     if not c.rollout.routing_replay:
         return None
     if policy.experts is None:
@@ -565,11 +569,11 @@ def make_epochs(c: Settings) -> tuple[ppo.Epochs, ppo.Epochs]:
     a, v = c.actor, c.critic
     size = a.ppo_mini_batch_size if v.ppo_mini_batch_size is None else v.ppo_mini_batch_size
     count = a.ppo_epochs if v.ppo_epochs is None else v.ppo_epochs
-    in_warmup = count if v.warmup_epochs is None else v.warmup_epochs
-    of_both = dict(most_sequences=most_sequences(c), warmup=c.trainer.critic_warmup)
+    warmup_count = count if v.warmup_epochs is None else v.warmup_epochs
+    shared_options = dict(most_sequences=most_sequences(c), warmup=c.trainer.critic_warmup)
     return (
-        ppo.Epochs(a.ppo_epochs, a.ppo_mini_batch_size, a.shuffle, in_warmup=0, **of_both),
-        ppo.Epochs(count, size, v.shuffle, in_warmup=in_warmup, **of_both),
+        ppo.Epochs(a.ppo_epochs, a.ppo_mini_batch_size, a.shuffle, in_warmup=0, **shared_options),
+        ppo.Epochs(count, size, v.shuffle, in_warmup=warmup_count, **shared_options),
     )
 
 
@@ -610,14 +614,14 @@ def shares_trunk(c: Loop, inputs: ModelConfigs) -> bool:
     return inputs.adapters is not None and inputs.critic_adapters is not None and path_of_critic(c) == c.model.path
 
 
-def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any, how: Making = LOADED) -> tuple[StepLearner, TrainState]:
-    """Loads the models of a PPO run into their shards and makes the passes."""
+def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any, maker: Maker = LOADED) -> tuple[StepLearner, TrainState]:
+    """Loads the models of a PPO run into their shards; returns the learner and the state before the first step."""
     recipe, plan = make_recipe(c), plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
     warmup, coefficient = c.trainer.critic_warmup, c.algorithm.kl_coef
-    learner, begin = load_learner(c, inputs, mesh, recipe, plan, how, warmup=warmup, kl_coef=coefficient)
+    learner, begin = load_learner(c, inputs, mesh, recipe, plan, maker, warmup=warmup, kl_coef=coefficient)
     actor_epochs, critic_epochs = make_epochs(c)
-    of_step = dict[str, Any](shape=batch_shape(c, mesh), actor_epochs=actor_epochs, critic_epochs=critic_epochs)
-    return StepLearner(**vars(learner), **of_step), begin
+    step_fields = dict[str, Any](shape=batch_shape(c, mesh), actor_epochs=actor_epochs, critic_epochs=critic_epochs)
+    return StepLearner(**vars(learner), **step_fields), begin
 
 
 def make_loop_learner(c: Loop, inputs: ModelConfigs, mesh: Any) -> tuple[Learner, TrainState]:
@@ -627,42 +631,45 @@ def make_loop_learner(c: Loop, inputs: ModelConfigs, mesh: Any) -> tuple[Learner
 
 
 def load_learner(
-    c: Loop, inputs: ModelConfigs, mesh: Any, recipe: ppo.Recipe, plan: packing.Plan, how: Making = LOADED, *,
+    c: Loop, inputs: ModelConfigs, mesh: Any, recipe: ppo.Recipe, plan: packing.Plan, maker: Maker = LOADED, *,
     warmup: int = 0, kl_coef: float = 0.0,
 ) -> tuple[Learner, TrainState]:  # fmt: skip
-    """Loads the models into their shards and makes the passes; `warmup` are first steps without the policy."""
+    """Loads the models and makes their passes; returns the learner and its initial state.
+
+    `warmup` is the number of first steps in which the policy is not updated.
+    """
     passes, seed, steps = make_passes(c, recipe, inputs, mesh), c.trainer.seed, inputs.total_steps
-    policy, value = load_models(c, inputs, mesh, seed, how)
-    actor, policy_opt = make_trainable(c.actor, "actor", passes.actor, policy, steps - warmup, how)
+    policy, value = load_models(c, inputs, mesh, seed, maker)
+    actor, policy_opt = make_trainable(c.actor, "actor", passes.actor, policy, steps - warmup, maker)
     critic = value_opt = reference = None
     if value is not None and passes.critic is not None:
-        critic, value_opt = make_trainable(c.critic, "critic", passes.critic, value, steps, how)
+        critic, value_opt = make_trainable(c.critic, "critic", passes.critic, value, steps, maker)
     if inputs.reference is not None:
         key, cfg = jax.random.fold_in(jax.random.key(seed), 2), pad_vocab(inputs.reference, mesh.shape["tensor"])
-        reference = load_reference(c, mesh, cfg, policy, key, how)
+        reference = load_reference(c, mesh, cfg, policy, key, maker)
     cfg = pad_vocab(inputs.policy, mesh.shape["tensor"])
     learner = Learner(
         mesh=mesh, cfg=cfg, plan=plan, recipe=recipe, passes=passes, actor=actor, critic=critic, reference=reference
     )
     begin = state.begin_state(
         policy.learned, policy_opt, None if value is None else value.learned, value_opt, kl_coef=kl_coef, seed=seed,
-        value_norm=recipe.value_norm_decay is not None, put=how.put,
+        value_norm=recipe.value_norm_decay is not None, put=maker.put,
     )  # fmt: skip
     return learner, begin
 
 
 def load_models(
-    c: Loop, inputs: ModelConfigs, mesh: Any, seed: int, how: Making = LOADED,
+    c: Loop, inputs: ModelConfigs, mesh: Any, seed: int, maker: Maker = LOADED,
     bases: tuple[Base | None, Base | None] = (None, None),
 ) -> tuple[Trained, Trained | None]:  # fmt: skip
     """Loads policy and critic; `bases` are their frozen weights, where these are in memory already."""
     base, critic_base = bases
     key = jax.random.key(seed)
-    policy = how.load(
+    policy = maker.load(
         c, mesh, pad_vocab(inputs.policy, mesh.shape["tensor"]), c.model.path, head="lm",
         key=jax.random.fold_in(key, 0), adapters=inputs.adapters, trunk=None if base is None else base.params,
     )  # fmt: skip
-    policy = wait(policy, c.actor.param_offload, shared=base is not None)
+    policy = offload_if(policy, c.actor.param_offload, shared=base is not None)
     if inputs.critic is None:
         return policy, None
     path, trunk = path_of_critic(c), critic_base
@@ -670,25 +677,25 @@ def load_models(
         trunk = policy.base
     elif path != c.model.path:  # a critic's files have its head, too
         trunk = None
-    critic = how.load(
+    critic = maker.load(
         c, mesh, pad_vocab(inputs.critic, mesh.shape["tensor"]), path, head="value", init=critic_init(c),
         key=jax.random.fold_in(key, 1), adapters=inputs.critic_adapters, trunk=None if trunk is None else trunk.params,
     )  # fmt: skip
-    return policy, wait(critic, c.critic.param_offload, shared=trunk is not None)
+    return policy, offload_if(critic, c.critic.param_offload, shared=trunk is not None)
 
 
-def begin_again(c: Loop, inputs: ModelConfigs, learner: Learner, seed: int) -> TrainState:
+def begin_further_state(c: Loop, inputs: ModelConfigs, learner: Learner, seed: int) -> TrainState:
     """Makes the initial state of further trained weights for a learner's programs; frozen bases are shared."""
     bases = learner.actor.base, None if learner.critic is None else learner.critic.base
     policy, value = load_models(c, inputs, learner.mesh, seed, bases=bases)
-    begin = functools.partial(begin_optimizer, c, inputs, learner)
-    of_critic = (None, None) if value is None else (value.learned, begin("value", value.learned))
-    return state.begin_state(policy.learned, begin("policy", policy.learned), *of_critic, seed=seed)
+    init_opt = functools.partial(begin_optimizer, c, inputs, learner)
+    critic_state = (None, None) if value is None else (value.learned, init_opt("value", value.learned))
+    return state.begin_state(policy.learned, init_opt("policy", policy.learned), *critic_state, seed=seed)
 
 
 def begin_optimizer(c: Loop, inputs: ModelConfigs, learner: Learner, field: str, learned: Params) -> Any:
     """Returns the initial optimizer state of `policy` or `value`, for loaded parameters."""
-    head, cfg, adapters = trained_kind(inputs, learner, field)
+    head, cfg, adapters = head_config_adapters(inputs, learner, field)
     section, name = (c.actor, "actor") if head == "lm" else (c.critic, "critic")
     if adapters is None:
         layout = state.model_weights(cfg, learner.mesh, head=head, param_dtype=c.model.param_dtype)
@@ -698,8 +705,8 @@ def begin_optimizer(c: Loop, inputs: ModelConfigs, learner: Learner, field: str,
     return placing.to_host(opt) if section.optimizer_offload else opt
 
 
-def trained_kind(inputs: ModelConfigs, learner: Learner, field: str) -> tuple[Head, ModelConfig, Lora | None]:
-    """Returns head, config and adapters of `policy` or `value`."""
+def head_config_adapters(inputs: ModelConfigs, learner: Learner, field: str) -> tuple[Head, ModelConfig, Lora | None]:
+    """Returns head, config and adapters of the model in a field of the train state, `policy` or `value`."""
     if field == "policy" or inputs.critic is None:
         return "lm", learner.cfg, inputs.adapters
     return "value", pad_vocab(inputs.critic, learner.mesh.shape["tensor"]), inputs.critic_adapters
@@ -712,39 +719,39 @@ def list_run_programs(c: Settings, learner: StepLearner, now: TrainState) -> lis
 
 
 def run_programs(
-    some: Sequence[programs.Program], part: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent
+    to_run: Sequence[programs.Program], progress: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent
 ) -> None:
-    """Runs the programs on zeros, so that no step compiles; `part` begins the count of so many."""
-    done = part("programs compiled", len(some))
-    for program in some:
+    """Runs the programs on zeros, so that no step compiles; `progress` gets a label and a total, and counts each."""
+    count_one = progress("programs compiled", len(to_run))
+    for program in to_run:
         program.run()
-        done()
+        count_one()
 
 
-def load_reference(c: Loop, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array, how: Making) -> Params:
+def load_reference(c: Loop, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array, maker: Maker) -> Params:
     """Makes the frozen reference of the KL: its own model, or a copy of the initial policy."""
     if c.ref.path != "policy":
-        trained = how.load(c, mesh, cfg, c.ref.path, head="lm", init="pretrained", key=key, adapters=None)
-        return wait(trained, c.ref.param_offload).learned
+        trained = maker.load(c, mesh, cfg, c.ref.path, head="lm", init="pretrained", key=key, adapters=None)
+        return offload_if(trained, c.ref.param_offload).learned
     if policy.base is not None:  # LoRA: the loaded base is the reference
         return policy.base.params
-    return how.copy(policy.learned, c.ref.param_offload)
+    return maker.copy(policy.learned, c.ref.param_offload)
 
 
 def make_trainable(
-    section: Optimizer, name: str, loss: CompiledLoss, trained: Trained, total_steps: int, how: Making = LOADED
+    section: Optimizer, name: str, loss: CompiledLoss, trained: Trained, total_steps: int, maker: Maker = LOADED
 ) -> tuple[Trainable, Any]:
-    """Makes what trains a model by a section of the config, and the initial state of its optimizer."""
+    """Makes the Trainable of a loaded model by a section of the config, and the initial state of its optimizer."""
     tx = optimizer_of(section, name, trained.layout)
-    opt, places = how.begin_optimizer(tx, trained.layout, trained.learned)
-    apply = make_scheduled_apply(section, tx, trained.layout, places, total_steps)
-    given = update.make_apply(tx, lambda hyper: hyper, shardings=(trained.layout.shardings, places))
+    opt, opt_shardings = maker.begin_optimizer(tx, trained.layout, trained.learned)
+    apply = make_scheduled_apply(section, tx, trained.layout, opt_shardings, total_steps)
+    apply_hyper = update.make_apply(tx, lambda hyper: hyper, shardings=(trained.layout.shardings, opt_shardings))
     zeros = update.make_zeros(trained.layout.shapes, trained.layout.shardings)
     spare = trained.layout.spare, state.spare_of_optimizer(tx, trained.layout)
     opt = placing.to_host(opt) if section.optimizer_offload else opt
     exchange = update.make_exchange(trained.layout.shardings)
-    made = Trainable(name, loss, apply, zeros, exchange, base=trained.base, spare=spare, apply_given=given)
-    return made, opt
+    trainable = Trainable(name, loss, apply, zeros, exchange, base=trained.base, spare=spare, apply_hyper=apply_hyper)
+    return trainable, opt
 
 
 def make_scheduled_apply(section: Optimizer, tx: Any, layout: state.ModelLayout, places: Any, total_steps: int) -> Any:

@@ -100,12 +100,12 @@ def make_optimizer(
     parameter that no update changes.
     """
 
-    def clipped(learning_rate: Any) -> optax.GradientTransformation:
+    def clipped_chain(learning_rate: Any) -> optax.GradientTransformation:
         limit = learning_rate.grad_clip if isinstance(learning_rate, Hyperparameters) else grad_clip
         steps = [clip_by_global_norm(limit), chain(learning_rate)]
         return optax.chain(*steps, *([zero_last(still)] if any(jax.tree.leaves(still)) else []))
 
-    tx = at_rate(clipped)
+    tx = at_rate(clipped_chain)
     if moments_dtype == "bfloat16":
         tx = stochastic_rounding(tx)
     return master_copy(tx) if master else tx
@@ -114,32 +114,35 @@ def make_optimizer(
 def apply_gradients(
     tx: Transformation, params: Params, opt: Any, grads: Params, learning_rate: Array, good: Any = True
 ) -> tuple[Params, Any]:
-    """Takes one optimizer step in f32 for any parameter dtype; unless `good`, parameters and state stay the same."""
+    """Takes one optimizer step in f32 for any parameter dtype; unless `good`, parameters and state stay unchanged."""
     chex.assert_trees_all_equal_shapes(params, grads)
 
-    def step(params: Params, opt: Any) -> tuple[Params, Any]:
-        wide = in_f32(params)
-        updates, opt = tx.update(in_f32(grads), opt, wide, learning_rate=learning_rate)
-        wide = opt.master if isinstance(opt, Master) else optax.apply_updates(wide, updates)
-        return jax.tree.map(lambda p, w: w.astype(p.dtype), params, wide), opt
+    def step_in_f32(params: Params, opt: Any) -> tuple[Params, Any]:
+        params_f32 = in_f32(params)
+        updates, opt = tx.update(in_f32(grads), opt, params_f32, learning_rate=learning_rate)
+        params_f32 = opt.master if isinstance(opt, Master) else optax.apply_updates(params_f32, updates)
+        return jax.tree.map(lambda p, w: w.astype(p.dtype), params, params_f32), opt
 
-    by_platform = {"cpu": functools.partial(branched, good, step), "default": functools.partial(selected, good, step)}
+    by_platform = {
+        "cpu": functools.partial(step_by_branch, good, step_in_f32),
+        "default": functools.partial(step_by_selection, good, step_in_f32),
+    }
     new: tuple[Params, Any] = jax.lax.platform_dependent(params, opt, **by_platform)
     return new
 
 
-def branched(good: Any, step: Callable[..., Any], *old: Any) -> Any:
-    """Returns `step(*old)` if `good`, else `old`, by a branch: in place on CPUs; GPUs copy its operands.
+def step_by_branch(is_finite: Any, step: Callable[..., Any], *state: Any) -> Any:
+    """Returns `step(*state)` if `is_finite`, else `state`, by a branch: in place on CPUs; GPUs copy its operands.
 
     `optax.apply_if_finite` branches too, but returns zero updates, which take memory, and gives up after a number of
     steps.
     """
-    return jax.lax.cond(good, step, lambda *old: old, *old)
+    return jax.lax.cond(is_finite, step, lambda *state: state, *state)
 
 
-def selected(good: Any, step: Callable[..., Any], *old: Any) -> Any:
-    """Selects the same element by element: in place on GPUs and TPUs; CPUs keep both operands."""
-    return jax.tree.map(lambda new, old: jnp.where(good, new, old), step(*old), old)
+def step_by_selection(is_finite: Any, step: Callable[..., Any], *state: Any) -> Any:
+    """Returns the same as `step_by_branch`, by selecting each element: in place on GPUs and TPUs, not on CPUs."""
+    return jax.tree.map(lambda new_leaf, state: jnp.where(is_finite, new_leaf, state), step(*state), state)
 
 
 def clip_by_global_norm(limit: Any) -> optax.GradientTransformation:
@@ -184,26 +187,27 @@ def stochastic_rounding(inner: Transformation) -> Transformation:
     Rounding to nearest freezes them: with beta2=0.999 a second moment changes by less than half of bfloat16's step.
     """
 
-    def narrow(state: Any, params: Params, steps: Array) -> Any:
+    def to_bf16(state: Any, params: Params, steps: Array) -> Any:
+        """Rounds the f32 leaves of the inner state."""
         numbers = iter(range(len(jax.tree.leaves(state))))
 
-        def one(x: Any, _: Any) -> Any:
-            number = next(numbers)
-            return rounded_bf16(x, steps, number) if x.dtype == jnp.float32 else x
+        def round_leaf(x: Any, _: Any) -> Any:
+            leaf_number = next(numbers)
+            return rounded_bf16(x, steps, leaf_number) if x.dtype == jnp.float32 else x
 
-        return map_state(one, state, params, other=lambda x: x)
+        return map_state(round_leaf, state, params, other=lambda x: x)
 
-    def wide(x: Any, _: Any) -> Any:
+    def to_f32(x: Any, _: Any) -> Any:
         return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
 
     def init(params: Params) -> Rounded:
         steps = jnp.zeros((), jnp.int32)
-        return Rounded(steps, narrow(inner.init(params), params, steps))
+        return Rounded(steps, to_bf16(inner.init(params), params, steps))
 
     def update(updates: Params, state: Rounded, params: Params, **extra: Any) -> tuple[Params, Rounded]:
-        before, steps = map_state(wide, state.inner, params, other=lambda x: x), state.steps + 1
-        updates, new = inner.update(updates, before, params, **extra)
-        return updates, Rounded(steps, narrow(new, params, steps))
+        wide_state, steps = map_state(to_f32, state.inner, params, other=lambda x: x), state.steps + 1
+        updates, new = inner.update(updates, wide_state, params, **extra)
+        return updates, Rounded(steps, to_bf16(new, params, steps))
 
     return Transformation(init, update)
 
@@ -211,10 +215,10 @@ def stochastic_rounding(inner: Transformation) -> Transformation:
 def zero_last(still: Params) -> optax.GradientTransformation:
     """Zeroes the updates of the last `still` rows of each parameter."""
 
-    def zero(u: Any, rows: int) -> Any:
+    def zero_rows(u: Any, rows: int) -> Any:
         return jnp.where(jax.lax.broadcasted_iota(jnp.int32, u.shape, 0) < len(u) - rows, u, 0) if rows else u
 
-    return optax.stateless(lambda updates, _: jax.tree.map(zero, updates, still))
+    return optax.stateless(lambda updates, _: jax.tree.map(zero_rows, updates, still))
 
 
 def map_state(f: Callable[..., Any], state: Any, *trees: Params, other: Callable[[Any], Any]) -> Any:
@@ -222,14 +226,14 @@ def map_state(f: Callable[..., Any], state: Any, *trees: Params, other: Callable
 
     A leaf's path ends in its parameter's path, in any optimizer's state.
     """
-    known: dict[Any, tuple[Any, ...]] = {}
-    jax.tree.map_with_path(lambda path, *leaves: known.update({path: leaves}), *trees)
+    leaves_by_path: dict[Any, tuple[Any, ...]] = {}
+    jax.tree.map_with_path(lambda path, *leaves: leaves_by_path.update({path: leaves}), *trees)
 
-    def one(path: tuple[Any, ...], leaf: Any) -> Any:
-        leaves = next((known[path[i:]] for i in range(len(path)) if path[i:] in known), None)
+    def map_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
+        leaves = next((leaves_by_path[path[i:]] for i in range(len(path)) if path[i:] in leaves_by_path), None)
         return other(leaf) if leaves is None else f(leaf, *leaves)
 
-    return jax.tree.map_with_path(one, state)
+    return jax.tree.map_with_path(map_leaf, state)
 
 
 def make_schedule(
@@ -256,16 +260,16 @@ def rounded_bf16(x: Array, steps: Array, number: int) -> Array:
 
     The random bits follow from `steps`, the leaf's `number` and the position in it, and take no memory.
     """
-    places = jnp.zeros(x.shape, jnp.uint32)
+    indices = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
-        places = places * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    hashed = (places + mixed(steps.astype(jnp.uint32) + mixed(jnp.uint32(number)))) * jnp.uint32(0x9E3779B9)
-    low = (hashed ^ (hashed >> 16)) * jnp.uint32(0x85EBCA6B) >> 16  # two products an element, which CPUs feel
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + low
+        indices = indices * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    hashes = (indices + hash32(steps.astype(jnp.uint32) + hash32(jnp.uint32(number)))) * jnp.uint32(0x9E3779B9)
+    random_bits = (hashes ^ (hashes >> 16)) * jnp.uint32(0x85EBCA6B) >> 16  # two products an element, which CPUs feel
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + random_bits
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
-def mixed(x: Array) -> Array:
+def hash32(x: Array) -> Array:
     """Hashes a scalar to 32 pseudo-random bits: the last step of MurmurHash3, with an odd number first."""
     x = (jnp.asarray(x, jnp.uint32) + jnp.uint32(1)) * jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
@@ -273,8 +277,8 @@ def mixed(x: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def begun_anew(opt: Any, params: Params) -> Any:
-    """Makes a fresh state for loaded parameters, such as a checkpoint's without optimizer state."""
+def reset_optimizer(opt: Any, params: Params) -> Any:
+    """Returns a fresh optimizer state for loaded parameters whose checkpoint has none: a master copy is theirs."""
     if not isinstance(opt, Master):
         return opt
     master = jax.tree.map(

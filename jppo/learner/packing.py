@@ -31,11 +31,11 @@ class PromptGroup:
 
 
 def prompt_groups(
-    trajectories: Sequence[Trajectory], entries: Sequence[int], most: tuple[int, int]
+    trajectories: Sequence[Trajectory], entries: Sequence[int], limits: tuple[int, int]
 ) -> list[PromptGroup]:
     """Groups the trajectories that have entries by prompt.
 
-    `most` are attention's limits on the entries of a shared prompt and of a sample. A longer common
+    `limits` are attention's largest shared prompt and largest sample, in entries. A longer common
     beginning, such as an environment's opening text, is shared up to there. If a sample has more entries of its own,
     each is alone.
     """
@@ -43,12 +43,12 @@ def prompt_groups(
     for i, t in enumerate(trajectories):
         if entries[i]:
             by_prompt.setdefault(t.uid, []).append(i)
-    parts = []
+    groups = []
     for members in by_prompt.values():
-        shared = min(shared_entries([trajectories[i] for i in members]), most[0])
-        together = shared and max(entries[i] for i in members) - shared <= most[1]
-        parts += [_part(shared, some, entries) for some in ([members] if together else [[i] for i in members])]
-    return parts
+        shared = min(shared_entries([trajectories[i] for i in members]), limits[0])
+        fits = shared and max(entries[i] for i in members) - shared <= limits[1]
+        groups += [_make_group(shared, group, entries) for group in ([members] if fits else [[i] for i in members])]
+    return groups
 
 
 def shared_entries(samples: Sequence[Trajectory]) -> int:
@@ -56,45 +56,45 @@ def shared_entries(samples: Sequence[Trajectory]) -> int:
 
     Each keeps at least one of its own.
     """
-    most = min(min(_before_sampled(t), len(t.tokens) - 1) for t in samples)
-    tokens = np.stack([t.tokens[:most] for t in samples])
-    same = (tokens == tokens[:1]).all(axis=0)
-    known = [t.experts[:most] for t in samples if t.experts is not None]
-    if len(known) == len(samples):
-        same &= (np.stack(known) == known[0][None]).all(axis=(0, 2, 3))
-    return max(0, (most if same.all() else int(np.argmin(same))) - 1)
+    common = min(min(_prompt_length(t), len(t.tokens) - 1) for t in samples)
+    tokens = np.stack([t.tokens[:common] for t in samples])
+    equal = (tokens == tokens[:1]).all(axis=0)
+    experts = [t.experts[:common] for t in samples if t.experts is not None]
+    if len(experts) == len(samples):
+        equal &= (np.stack(experts) == experts[0][None]).all(axis=(0, 2, 3))
+    return max(0, (common if equal.all() else int(np.argmin(equal))) - 1)
 
 
-def _before_sampled(t: Trajectory) -> int:
+def _prompt_length(t: Trajectory) -> int:
     return int(np.argmax(t.sampled)) if t.sampled.any() else len(t.tokens)
 
 
-def _part(shared: int, members: Sequence[int], entries: Sequence[int]) -> PromptGroup:
-    """Makes a part of these members; a single one shares nothing."""
+def _make_group(shared: int, members: Sequence[int], entries: Sequence[int]) -> PromptGroup:
+    """Makes the group of samples `members`, with the `shared` entries of their prompt; a single one shares nothing."""
     own = sum(entries[i] - shared for i in members)
     return PromptGroup(shared if len(members) > 1 else 0, tuple(members), shared + own)
 
 
 def split(groups: Sequence[PromptGroup], entries: Sequence[int], capacity: int) -> list[PromptGroup]:
-    """Splits into parts of at most `capacity` entries by first-fit decreasing. No trajectory has more."""
+    """Splits groups into parts of at most `capacity` entries by first-fit decreasing. No trajectory has more."""
     parts: list[PromptGroup] = []
     for group in groups:
         members = sorted(group.members, key=lambda i: -entries[i])
         bins = first_fit([entries[i] - group.shared for i in members], capacity - group.shared)
-        parts += [_part(group.shared, [members[i] for i in one], entries) for one in bins]
+        parts += [_make_group(group.shared, [members[i] for i in bin_members], entries) for bin_members in bins]
     return sorted(parts, key=lambda part: -part.size)
 
 
 def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Puts each index of `sizes` into the first bin of `capacity` that has room for it."""
     bins: list[list[int]] = []
-    room = np.full(len(sizes), capacity)  # at most one bin per index
+    free = np.full(len(sizes), capacity)  # at most one bin per index
     for i, size in enumerate(sizes):
-        place = int(np.argmax(room >= size))
-        if place == len(bins):
+        bin_number = int(np.argmax(free >= size))
+        if bin_number == len(bins):
             bins.append([])
-        bins[place].append(i)
-        room[place] -= size
+        bins[bin_number].append(i)
+        free[bin_number] -= size
     return bins
 
 
@@ -160,31 +160,31 @@ def make_plan(
         lengths = [max_tokens_per_row]
     else:
         steps = 1 if kind == "none" else row_lengths
-        lengths = sorted({_up(math.ceil(entries * i / steps), grain) for i in range(1, steps + 1)})
-    lengths = sorted({_up(length, length_multiple) for length in lengths})
+        lengths = sorted({_round_up(math.ceil(entries * i / steps), grain) for i in range(1, steps + 1)})
+    lengths = sorted({_round_up(length, length_multiple) for length in lengths})
     # Longer rows, shared by several samples, are fewer, and an empty one wastes more.
     parts: tuple[int, ...] = (1, 4, 16) if kind == "prefix" else (1, 4)
     counts = []
     for length in lengths:
         rows = min(sequences, math.ceil(sequences * max_length / length)) if kind == "prefix" else sequences
         full = max(1, tokens_per_micro // (length * row_multiple)) * row_multiple
-        full = min(full, _up(rows, row_multiple))
+        full = min(full, _round_up(rows, row_multiple))
         if len(lengths) == 1 and sizes and kind in ("buckets", "none") and not any(size % full for size in sizes):
             parts = (1,)
-        counts.append(tuple(sorted({_up(math.ceil(full / part), row_multiple) for part in parts}, reverse=True)))
+        counts.append(tuple(sorted({_round_up(math.ceil(full / part), row_multiple) for part in parts}, reverse=True)))
     if kind == "prefix":
         prices = tuple(price(length) for length in lengths)
         return Plan(tuple(lengths), tuple(counts), share_rows=True, prices=prices, shared=shared)
     return Plan(tuple(lengths), tuple(counts), share_rows=kind == "segments")
 
 
-def _up(n: int, multiple: int) -> int:
+def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
 def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan) -> list[Rows]:
     """Packs each trajectory once into micro-batches; `sequence` gives their indices in the step's batch."""
-    rows, shapes = _rows_of(trajectories, plan)
+    rows, shapes = _form_rows(trajectories, plan)
     micros, start = [], 0
     for shape in shapes:
         micros.append(_fill(rows[start : start + shape[0]], shape, trajectories, sequence, plan))
@@ -194,36 +194,36 @@ def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan
 
 def micro_batch_shapes(trajectories: Sequence[Trajectory], plan: Plan) -> list[tuple[int, int]]:
     """Returns the shapes of `pack`'s micro-batches, without their arrays."""
-    return _rows_of(trajectories, plan)[1]
+    return _form_rows(trajectories, plan)[1]
 
 
-def _rows_of(trajectories: Sequence[Trajectory], plan: Plan) -> tuple[list[list[PromptGroup]], list[tuple[int, int]]]:
-    """Returns the parts of each row, and the shapes of consecutive micro-batches."""
+def _form_rows(trajectories: Sequence[Trajectory], plan: Plan) -> tuple[list[list[PromptGroup]], list[tuple[int, int]]]:
+    """Assigns trajectories to rows; returns the groups in each row, and the shapes of consecutive micro-batches."""
     entries = [len(t.tokens) - 1 for t in trajectories]  # the first token has none: nothing was read before it
     order = sorted((i for i, n in enumerate(entries) if n), key=lambda i: -entries[i])
     if order and entries[order[0]] > plan.lengths[-1]:
         uid, length = trajectories[order[0]].uid, entries[order[0]]
         raise ValueError(f"trajectory {uid} has {length} entries, a row holds {plan.lengths[-1]}")
     if plan.prices is not None:
-        return _with_prompts(trajectories, order, entries, plan)
-    return _whole(order, entries, plan)
+        return _form_shared(trajectories, order, entries, plan)
+    return _form_whole(order, entries, plan)
 
 
-def _whole(
+def _form_whole(
     order: Sequence[int], entries: Sequence[int], plan: Plan
 ) -> tuple[list[list[PromptGroup]], list[tuple[int, int]]]:
     """Packs whole trajectories into rows; returns the rows and the shapes of consecutive micro-batches."""
     if plan.share_rows:
         rows = [[order[i] for i in row] for row in first_fit([entries[i] for i in order], plan.lengths[-1])]
         shapes = cut([plan.lengths[-1]] * len(rows), plan.shapes)
-        rows = _evened(rows, sum(r for r, _ in shapes), entries, plan.lengths[-1])
+        rows = _balance_rows(rows, sum(r for r, _ in shapes), entries, plan.lengths[-1])
     else:
         rows = [[i] for i in order]
         shapes = cut([entries[i] for i in order], plan.shapes)
     return [[PromptGroup(0, (i,), entries[i]) for i in row] for row in rows], shapes
 
 
-def _with_prompts(
+def _form_shared(
     trajectories: Sequence[Trajectory], order: Sequence[int], entries: Sequence[int], plan: Plan
 ) -> tuple[list[list[PromptGroup]], list[tuple[int, int]]]:
     """Packs rows of a prompt with its samples, or of one trajectory each, by least cost; returns also the shapes.
@@ -232,9 +232,9 @@ def _with_prompts(
     """
     groups, longest = prompt_groups(trajectories, entries, plan.shared), entries[order[0]] if order else 0
     prices = dict(zip(plan.lengths, plan.prices or (), strict=True))
-    ways = [split(groups, entries, length) for length in plan.lengths if length >= longest]
+    splits = [split(groups, entries, length) for length in plan.lengths if length >= longest]
     candidates = []
-    for parts in (*ways, [PromptGroup(0, (i,), entries[i]) for i in order]):
+    for parts in (*splits, [PromptGroup(0, (i,), entries[i]) for i in order]):
         shapes = cut([part.size for part in parts], plan.shapes, prices)
         candidates.append(([[part] for part in parts], shapes))
     return min(candidates, key=lambda candidate: sum(_cost(shape, prices) for shape in candidate[1]))
@@ -253,36 +253,36 @@ def cut(
 
     A micro-batch costs R T tokens plus `MICRO_TOKENS`; `prices` are the costs of a token by row length, 1 by default.
     """
-    least: list[float] = [0] * (len(lengths) + 1)  # for the rows from each index on
-    taken: list[tuple[int, int]] = [(0, 0)] * len(lengths)
+    least_cost: list[float] = [0] * (len(lengths) + 1)  # for the rows from each index on
+    first_shape: list[tuple[int, int]] = [(0, 0)] * len(lengths)
     for i in reversed(range(len(lengths))):
         fitting = [
-            (_cost((r, t), prices) + least[min(i + r, len(lengths))], (r, t)) for r, t in shapes if t >= lengths[i]
+            (_cost((r, t), prices) + least_cost[min(i + r, len(lengths))], (r, t)) for r, t in shapes if t >= lengths[i]
         ]
-        least[i], taken[i] = min(fitting)
-    out, i = [], 0
+        least_cost[i], first_shape[i] = min(fitting)
+    cuts, i = [], 0
     while i < len(lengths):
-        out.append(taken[i])
-        i += taken[i][0]
-    return out
+        cuts.append(first_shape[i])
+        i += first_shape[i][0]
+    return cuts
 
 
-def _evened(rows: list[list[int]], count: int, entries: Sequence[int], length: int) -> list[list[int]]:
-    """Spreads the members over all `count` rows, each to the row with the least attention so far.
+def _balance_rows(rows: list[list[int]], count: int, entries: Sequence[int], length: int) -> list[list[int]]:
+    """Spreads the trajectories in `rows` over `count` rows, each to the row with the least attention so far.
 
     This balances the devices that share the rows. If that does not fit, the rows are returned unchanged.
     """
-    out: list[list[int]] = [[] for _ in range(count)]
-    room, scores = [length] * count, [0] * count
+    balanced: list[list[int]] = [[] for _ in range(count)]
+    free, attention_cost = [length] * count, [0] * count
     for i in sorted((i for row in rows for i in row), key=lambda i: -entries[i]):
-        fitting = [r for r in range(count) if room[r] >= entries[i]]
+        fitting = [r for r in range(count) if free[r] >= entries[i]]
         if not fitting:
             return rows
-        r = min(fitting, key=lambda r: (scores[r], -room[r]))
-        out[r].append(i)
-        room[r] -= entries[i]
-        scores[r] += entries[i] ** 2
-    return out
+        r = min(fitting, key=lambda r: (attention_cost[r], -free[r]))
+        balanced[r].append(i)
+        free[r] -= entries[i]
+        attention_cost[r] += entries[i] ** 2
+    return balanced
 
 
 def _fill(
@@ -292,6 +292,7 @@ def _fill(
     sequence: Sequence[int],
     plan: Plan | None,
 ) -> Rows:
+    """Writes the groups of each row into a micro-batch [R, T]; `sequence` has trajectories' indices in the batch."""
     experts, kept = (None, 0) if plan is None else (plan.experts, plan.kept)
     out = Rows(
         inputs=np.zeros(shape, np.int32),
@@ -304,34 +305,34 @@ def _fill(
         kept=np.full((*shape, kept), -1, np.int32) if kept else None,
     )
 
-    def replay(here: tuple[int, slice], t: Trajectory, entries: slice) -> None:
+    def replay(place: tuple[int, slice], t: Trajectory, entries: slice) -> None:
         if out.experts is not None and t.experts is not None:
-            out.experts[here] = t.experts[entries]
+            out.experts[place] = t.experts[entries]
 
     for r, row in enumerate(rows):
         start, segment = 0, 0
         for part in row:
-            a = part.shared
-            if a:
-                tokens, here = trajectories[part.members[0]].tokens, (r, slice(start, start + a))
-                out.inputs[here], out.targets[here] = tokens[:a], tokens[1 : a + 1]
-                out.segment[here], out.position[here] = -1, np.arange(a)
-                replay(here, trajectories[part.members[0]], slice(0, a))
-                start += a
+            shared = part.shared
+            if shared:
+                tokens, place = trajectories[part.members[0]].tokens, (r, slice(start, start + shared))
+                out.inputs[place], out.targets[place] = tokens[:shared], tokens[1 : shared + 1]
+                out.segment[place], out.position[place] = -1, np.arange(shared)
+                replay(place, trajectories[part.members[0]], slice(0, shared))
+                start += shared
             for i in part.members:
                 t, segment = trajectories[i], segment + 1
-                n = len(t.tokens) - 1
-                here = (r, slice(start, start + n - a))
-                out.inputs[here] = t.tokens[a:-1]
-                out.targets[here] = t.tokens[a + 1 :]
-                out.segment[here] = segment
-                out.position[here] = np.arange(a, n)
-                out.mask[here] = t.sampled[a + 1 :]
-                out.sequence[here] = sequence[i]
-                replay(here, t, slice(a, n))
+                entry_count = len(t.tokens) - 1
+                place = (r, slice(start, start + entry_count - shared))
+                out.inputs[place] = t.tokens[shared:-1]
+                out.targets[place] = t.tokens[shared + 1 :]
+                out.segment[place] = segment
+                out.position[place] = np.arange(shared, entry_count)
+                out.mask[place] = t.sampled[shared + 1 :]
+                out.sequence[place] = sequence[i]
+                replay(place, t, slice(shared, entry_count))
                 if out.kept is not None and t.kept is not None:
-                    out.kept[here][:, : t.kept.shape[1]] = t.kept[a + 1 :]
-                start += n - a
+                    out.kept[place][:, : t.kept.shape[1]] = t.kept[shared + 1 :]
+                start += entry_count - shared
     return out
 
 

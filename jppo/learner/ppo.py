@@ -105,26 +105,26 @@ def make_passes(
     mesh: Mesh | None = None,
     options: dict[str, Any] | None = None,
 ) -> Passes:
-    """Closes the pure functions over models and settings; `options` are the compiler's for the models' programs."""
+    """Makes the passes of a recipe, compiled when they are first called; `options` are the compiler's."""
     r = recipe
     heads = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
 
-    def compiled(fn: Callable[..., Any] | None, **jit_options: Any) -> Any:
+    def compile_pass(fn: Callable[..., Any] | None, **jit_options: Any) -> Any:
         return None if fn is None else jax.jit(fn, compiler_options=options, **jit_options)
 
     reference = None
     if models.reference is not None:
         by_token = score.make_logprob(*models.reference, with_entropy=False, **heads)
-        exact = _exact(models, r, r.kl_penalty, **heads)
-        sampled = "ref_logprob" in r.algorithm.loss_reads
-        reference = score.make_reference(r.kl_penalty, r.kl_loss_type, by_token, exact, sampled=sampled)
+        exact_pass = _make_exact_pass(models, r, r.kl_penalty, **heads)
+        reads_ref_logprob = "ref_logprob" in r.algorithm.loss_reads
+        reference = score.make_reference(r.kl_penalty, r.kl_loss_type, by_token, exact_pass, sampled=reads_ref_logprob)
     value = critic = None
     if models.critic is not None:
         value, loss = make_critic(models.critic, r)
         critic = CompiledLoss(update.make_accumulate(loss, mesh=mesh, options=options), VALUE_READS)
     replicated = None if mesh is None else sharding.replicated(mesh)
     algorithm = r.algorithm
-    old_logprob = compiled(
+    old_logprob = compile_pass(
         score.make_logprob(
             *models.policy,
             with_entropy=r.entropy_metric or "entropy" in algorithm.reads,
@@ -148,8 +148,8 @@ def make_passes(
     )
     return Passes(
         logprob=old_logprob,
-        reference=compiled(reference),
-        value=compiled(value),
+        reference=compile_pass(reference),
+        value=compile_pass(value),
         advantages=jax.jit(advantages, out_shardings=replicated),
         actor=actor,
         critic=critic,
@@ -160,35 +160,35 @@ VALUE_READS = ("value", "returns")  # the arrays of the batch that a critic's lo
 
 
 def actor_reads(r: Recipe) -> tuple[str, ...]:
-    """Returns the arrays of the batch that the actor's loss reads, `weight` where there is one."""
-    of_terms = tuple(name for name in ("advantage", "positive", "given") if name in r.algorithm.loss_reads)
+    """Returns the names of the batch's arrays that the actor's loss reads, `weight` where there is one."""
+    term_arrays = tuple(name for name in ("advantage", "positive", "given") if name in r.algorithm.loss_reads)
     sampled_kl = r.kl_loss_type is not None and r.kl_loss_type not in kl.EXACT
-    reference = ("ref_logprob",) if sampled_kl or "ref_logprob" in r.algorithm.loss_reads else ()
-    return ("old_logprob", "weight", *of_terms, *reference)
+    ref_arrays = ("ref_logprob",) if sampled_kl or "ref_logprob" in r.algorithm.loss_reads else ()
+    return ("old_logprob", "weight", *term_arrays, *ref_arrays)
 
 
 def make_router_load(
     models: Models, r: Recipe, mesh: Mesh | None, options: dict[str, Any] | None
 ) -> Callable[[Weights, Rows], Array] | None:
     """Makes the compiled pass that counts the policy's tokens by expert; None without a load-balancing loss."""
-    if not (_routed(models.policy) and "load" in r.algorithm.loss_reads):
+    if not (_has_experts(models.policy) and "load" in r.algorithm.loss_reads):
         return None
-    whole = None if mesh is None else sharding.replicated(mesh)
-    return jax.jit(score.make_router_load(*models.policy), out_shardings=whole, compiler_options=options)
+    replicated = None if mesh is None else sharding.replicated(mesh)
+    return jax.jit(score.make_router_load(*models.policy), out_shardings=replicated, compiler_options=options)
 
 
 def actor_loss_of(models: Models, r: Recipe, *, by_token: bool = False, **heads: Any) -> update.Loss:
     """Makes the actor's loss of a recipe; `heads` are arguments of `score.make_logprob`, `by_token` is of `update`."""
     # Without a pass for the old log-probs the update computes the entropy, and compares replayed experts.
-    algorithm = r.algorithm if _routed(models.policy) else r.algorithm.without_routers()
+    algorithm = r.algorithm if _has_experts(models.policy) else r.algorithm.without_routers()
     reads = algorithm.loss_reads
     with_entropy = "entropy" in reads or (r.bypass and r.entropy_metric)
-    options = dict[str, Any](compare=r.bypass, routed=_routed(models.policy), **heads)
+    options = dict[str, Any](compare=r.bypass, routed=_has_experts(models.policy), **heads)
     options |= dict(statistics=algorithm.statistics_of(reads))
     logprob = score.make_logprob(*models.policy, with_entropy=with_entropy, **options)
     correct = estimate.make_bypass_correction(r.correction) if r.bypass and r.correction is not None else None
     return update.make_actor_loss(
-        score.make_logprob_kl(r.kl_loss_type, logprob, _exact(models, r, r.kl_loss_type, **options)),
+        score.make_logprob_kl(r.kl_loss_type, logprob, _make_exact_pass(models, r, r.kl_loss_type, **options)),
         algorithm,
         mean=r.mean,
         entropy_metric=with_entropy,
@@ -197,12 +197,12 @@ def actor_loss_of(models: Models, r: Recipe, *, by_token: bool = False, **heads:
     )
 
 
-def _routed(model: Model) -> bool:
+def _has_experts(model: Model) -> bool:
     """Whether the model has experts."""
     return model[1] is not None and model[1].experts is not None
 
 
-def _exact(models: Models, r: Recipe, kind: str | None, **options: Any) -> score.Exact | None:
+def _make_exact_pass(models: Models, r: Recipe, kind: str | None, **options: Any) -> score.Exact | None:
     """Makes the pass of an exact KL; None for another kind, or without a reference."""
     if kind is None or kind not in kl.EXACT or models.reference is None:
         return None
@@ -290,20 +290,20 @@ class Clock(Protocol):
 
 
 def silent() -> None:
-    """Counts no micro-batch."""
+    """Does nothing after a micro-batch: the default where progress is not shown."""
 
 
-def _over_rows(run: Callable[[Rows], Any], data: Batch, micros: Sequence[batch.Micro], done: Callable[[], None]) -> Any:
-    """Runs a pass over all micro-batches; returns its results in the layout of the batch.
+def _run_rows(run: Callable[[Rows], Any], data: Batch, micros: Sequence[batch.Micro], done: Callable[[], None]) -> Any:
+    """Runs a pass over all micro-batches, at most two at once; returns its results in the layout of the batch.
 
-    `done` is called after each; two are under way.
+    `done` is called after each micro-batch.
     """
-    under_way = list[Any]()
+    results = list[Any]()
     for micro in micros:
-        under_way.append(run(micro.device))
-        jax.block_until_ready(under_way[-2:-1])
+        results.append(run(micro.device))
+        jax.block_until_ready(results[-2:-1])
         done()
-    outputs = placing.fetch(under_way)
+    outputs = placing.fetch(results)
     return jax.tree.map(
         lambda *parts: batch.unpack_rows(data, [(m.host, x) for m, x in zip(micros, parts, strict=True)]), *outputs
     )
@@ -321,18 +321,18 @@ def with_old_logprob(
     if recipe.bypass:
         return add_old_logprob(recipe, data, None)
     policy = placing.to_device(policy)
-    return add_old_logprob(recipe, data, _over_rows(lambda rows: passes.logprob(policy, rows), data, micros, done))
+    return add_old_logprob(recipe, data, _run_rows(lambda rows: passes.logprob(policy, rows), data, micros, done))
 
 
-def add_old_logprob(recipe: Recipe, data: Batch, old: score.Scores | None) -> Batch:
-    """Adds the old policy's log-probs and what else its pass computed; with `bypass` the engine's."""
-    if recipe.bypass or old is None:
+def add_old_logprob(recipe: Recipe, data: Batch, old_scores: score.Scores | None) -> Batch:
+    """Adds the old policy's log-probs, entropy and statistics from its pass; with `bypass` the engine's log-probs."""
+    if recipe.bypass or old_scores is None:
         return data.with_arrays(old_logprob=data.rollout_logprob)
     return data.with_arrays(
-        old_logprob=old.logprob,
-        entropy=old.entropy if recipe.entropy_metric or "entropy" in recipe.algorithm.reads else None,
-        routing_differs=old.routing_differs,
-        **{f"{STATISTIC}{name}": x for name, x in (old.statistics or {}).items()},
+        old_logprob=old_scores.logprob,
+        entropy=old_scores.entropy if recipe.entropy_metric or "entropy" in recipe.algorithm.reads else None,
+        routing_differs=old_scores.routing_differs,
+        **{f"{STATISTIC}{name}": x for name, x in (old_scores.statistics or {}).items()},
     )
 
 
@@ -349,7 +349,7 @@ def with_reference(
     if passes.reference is None or reference is None:
         return data
     run, models = passes.reference, placing.to_device((reference, recipe.policy_for_reward(policy)))
-    ref_logprob, exact_kl = _over_rows(lambda rows: run(*models, rows), data, micros, done)
+    ref_logprob, exact_kl = _run_rows(lambda rows: run(*models, rows), data, micros, done)
     return data.with_arrays(ref_logprob=ref_logprob, exact_kl=exact_kl)
 
 
@@ -364,7 +364,7 @@ def with_values(
     if passes.value is None:
         return data
     run, value = passes.value, placing.to_device(value)
-    return data.with_arrays(value=_over_rows(lambda rows: run(value, rows), data, micros, done))
+    return data.with_arrays(value=_run_rows(lambda rows: run(value, rows), data, micros, done))
 
 
 def with_advantages(
@@ -378,7 +378,7 @@ def with_advantages(
 
 
 def score_batch(learner: Learner, now: TrainState, data: Batch, micros: Sequence[batch.Micro], clock: Clock) -> Batch:
-    """Adds what the learner's models know of the batch: log π_old, log π_ref or the exact KL, and V."""
+    """Adds the scores of the learner's models to the batch: log π_old, log π_ref or the exact KL, and V."""
     passes, policy = learner.passes, learner.policy(now)
 
     def count() -> Callable[[], None]:
@@ -401,39 +401,40 @@ def learn(
     data: Batch,
     trajectories: Sequence[Trajectory],
     clock: Clock,
-    between: Callable[[TrainState], None] = lambda _: None,
+    after_actor: Callable[[TrainState], None] = lambda _: None,
 ) -> tuple[TrainState, dict[str, float]]:
     """Updates actor and critic on the batch, each with its own mini-batches and epochs.
 
-    `between` is called between the two updates with the step's state, whose policy is final.
+    `after_actor` is called between the two updates with the step's state, whose policy is final.
     """
     version, metrics = int(now.step), dict[str, float]()
 
-    def minis(epochs: Epochs, model: int, reads: Sequence[str]) -> Iterator[batch.Mini]:
+    def epoch_mini_batches(epochs: Epochs, model: int, reads: Sequence[str]) -> Iterator[batch.Mini]:
+        """Yields the mini-batches of all epochs of a `model`, actor 0 or critic 1, with the arrays `reads`."""
         size, count, total = epochs.mini_batch_size, len(trajectories), epochs.of_step(version)
         for epoch in range(total):
-            order = state.order(now, model, epoch, count, shuffle=epochs.shuffle, most=epochs.most_sequences)
-            cut = batch.mini_batches(
+            order = state.order(now, model, epoch, count, shuffle=epochs.shuffle, max_count=epochs.most_sequences)
+            minis = batch.mini_batches(
                 data, trajectories, reads=reads, order=order, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
             )
             yield from clock.counted(
-                f"mini-batches of epoch {epoch + 1} of {total}", cut, batch.mini_batch_count(count, size)
+                f"mini-batches of epoch {epoch + 1} of {total}", minis, batch.mini_batch_count(count, size)
             )
 
     if learner.actor_epochs.of_step(version):
         with clock("update_actor"):
             step = state.scalar(version - learner.actor_epochs.first_step, now.step)
             policy, policy_opt, metrics = learner.actor.learn(
-                now.policy, now.policy_opt, step, minis(learner.actor_epochs, 0, learner.actor.loss.reads),
+                now.policy, now.policy_opt, step, epoch_mini_batches(learner.actor_epochs, 0, learner.actor.loss.reads),
                 learner.recipe.reference_for_loss(learner.reference), key=now.key,
             )  # fmt: skip
         now = dataclasses.replace(now, policy=policy, policy_opt=policy_opt)
         if "entropy" in data.arrays:  # of the policy that sampled, which the step reports
             metrics.pop("actor/entropy", None)
     if learner.critic is not None:
-        between(dataclasses.replace(now, step=state.scalar(version + 1, now.step)))
+        after_actor(dataclasses.replace(now, step=state.scalar(version + 1, now.step)))
         with clock("update_critic"):
-            cut = minis(learner.critic_epochs, 1, learner.critic.loss.reads)
-            value, value_opt, of_critic = learner.critic.learn(now.value, now.value_opt, now.step, cut)
-        now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), join_stages(of_critic, metrics)
+            minis = epoch_mini_batches(learner.critic_epochs, 1, learner.critic.loss.reads)
+            value, value_opt, critic_metrics = learner.critic.learn(now.value, now.value_opt, now.step, minis)
+        now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), join_stages(critic_metrics, metrics)
     return now, metrics

@@ -30,12 +30,12 @@ def make_scores(value: Value, *, mesh: Mesh) -> Callable[[Params, Base | None, R
     its response.
     """
 
-    def scores(learned: Params, base: Base | None, rows: Rows, so_far: Array) -> Array:
-        chex.assert_rank(so_far, 1)
+    def add_scores(learned: Params, base: Base | None, rows: Rows, scores: Array) -> Array:
+        chex.assert_rank(scores, 1)
         values = value(join(learned, base), rows)
-        return jnp.asarray(so_far).at[jnp.where(rows.mask, rows.sequence, so_far.shape[0])].add(values, mode="drop")
+        return jnp.asarray(scores).at[jnp.where(rows.mask, rows.sequence, scores.shape[0])].add(values, mode="drop")
 
-    return jax.jit(scores, out_shardings=sharding.replicated(mesh))
+    return jax.jit(add_scores, out_shardings=sharding.replicated(mesh))
 
 
 Metrics = dict[str, Array]
@@ -49,8 +49,8 @@ def make_slope(*, center: float) -> Slope:
     """
 
     def loss(scores: Array, margin: Array) -> tuple[Array, Metrics]:
-        chosen, rejected = _halves(scores)
-        return _judged(bradley_terry(chosen, rejected, margin, center=center), chosen, rejected)
+        chosen, rejected = _split_halves(scores)
+        return _mean_and_metrics(bradley_terry(chosen, rejected, margin, center=center), chosen, rejected)
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
@@ -64,23 +64,24 @@ def make_dpo_slope(loss_type: str, *, beta: float) -> Slope:
     def loss(logp: Array, reference: Array, tokens: Array) -> tuple[Array, Metrics]:
         ratio = logp - reference
         if loss_type == "ipo":
-            losses = ipo(*_halves(ratio / jnp.maximum(tokens, 1.0)), beta=beta)
+            losses = ipo(*_split_halves(ratio / jnp.maximum(tokens, 1.0)), beta=beta)
         else:
-            losses = dpo(*_halves(ratio), beta=beta)
-        return _judged(losses, *_halves(beta * ratio))
+            losses = dpo(*_split_halves(ratio), beta=beta)
+        return _mean_and_metrics(losses, *_split_halves(beta * ratio))
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-def _halves(scores: Array) -> tuple[Array, Array]:
+def _split_halves(scores: Array) -> tuple[Array, Array]:
     chex.assert_rank(scores, 1)
     return scores[: len(scores) // 2], scores[len(scores) // 2 :]
 
 
-def _judged(losses: Array, chosen: Array, rejected: Array) -> tuple[Array, Metrics]:
-    out = jnp.mean(losses)
-    return out, {
-        "loss": out,
+def _mean_and_metrics(losses: Array, chosen: Array, rejected: Array) -> tuple[Array, Metrics]:
+    """Returns the mean loss of the pairs, and metrics of the scores of their halves."""
+    mean = jnp.mean(losses)
+    return mean, {
+        "loss": mean,
         "accuracy": jnp.mean((chosen > rejected).astype(jnp.float32)),
         "margin": jnp.mean(chosen - rejected),
         "chosen": jnp.mean(chosen),

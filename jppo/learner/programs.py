@@ -59,38 +59,38 @@ class Program:
 def list_programs(learner: StepLearner, now: TrainState, *, shuffled: int = 0) -> list[Program]:
     """Lists the programs of a PPO step; `shuffled` is the number of sequences that a shuffled epoch orders, or 0."""
     rows = [packing.empty_rows(shape, learner.plan) for shape in learner.plan.shapes]
-    out = [program for one in rows for program in scoring_programs(learner, now, one)]
-    before, data = empty_batch(learner, now, rows[0])
-    given = placing.shapes(before, sharding.whole_rows_sharding(learner.mesh)), now.kl_coef, now.value_norm
-    out.append(Program("advantages", "other", learner.passes.advantages, given))
+    listed = [program for empty in rows for program in scoring_programs(learner, now, empty)]
+    unscored, data = empty_batch(learner, now, rows[0])
+    arguments = placing.shapes(unscored, sharding.whole_rows_sharding(learner.mesh)), now.kl_coef, now.value_norm
+    listed.append(Program("advantages", "other", learner.passes.advantages, arguments))
     reference = learner.recipe.reference_for_loss(learner.reference)
-    micros = [batch.scored_rows(data, one, learner.actor.loss.reads) for one in rows]
-    out += update_programs(learner.actor, now.policy, now.policy_opt, now, micros, reference, data=data)
+    micros = [batch.scored_rows(data, empty, learner.actor.loss.reads) for empty in rows]
+    listed += update_programs(learner.actor, now.policy, now.policy_opt, now, micros, reference, data=data)
     if learner.critic is not None:
-        micros = [batch.scored_rows(data, one, learner.critic.loss.reads) for one in rows]
-        out += update_programs(learner.critic, now.value, now.value_opt, now, micros, data=data)
+        micros = [batch.scored_rows(data, empty, learner.critic.loss.reads) for empty in rows]
+        listed += update_programs(learner.critic, now.value, now.value_opt, now, micros, data=data)
     if learner.recipe.adapt_kl is not None:
-        out.append(Program("kl coefficient", "other", learner.recipe.adapt_kl, (now.kl_coef, np.float32(0))))
+        listed.append(Program("kl coefficient", "other", learner.recipe.adapt_kl, (now.kl_coef, np.float32(0))))
     if shuffled:
         numbers = now.key, now.step, np.int32(0), np.int32(0), shuffled
-        out.append(Program("order", "other", state.shuffled, numbers))
-    return out
+        listed.append(Program("order", "other", state.draw_order, numbers))
+    return listed
 
 
 def scoring_programs(learner: StepLearner, now: TrainState, rows: Rows) -> Iterator[Program]:
     """Yields the passes without a gradient over rows of this shape."""
     passes, policy, shape = learner.passes, learner.policy(now), rows.inputs.shape
-    there = placing.shapes(rows, sharding.rows_sharding(learner.mesh))
-    yield Program("log-probs", "scoring", passes.logprob, (policy, there), "actor", shape)
+    placed = placing.shapes(rows, sharding.rows_sharding(learner.mesh))
+    yield Program("log-probs", "scoring", passes.logprob, (policy, placed), "actor", shape)
     if passes.reference is not None:
         models = learner.reference, learner.recipe.policy_for_reward(policy)
-        yield Program("reference", "scoring", passes.reference, (*models, there), "reference", shape)
+        yield Program("reference", "scoring", passes.reference, (*models, placed), "reference", shape)
     if passes.value is not None:
-        yield Program("values", "scoring", passes.value, (learner.value(now), there), "critic", shape)
+        yield Program("values", "scoring", passes.value, (learner.value(now), placed), "critic", shape)
 
 
 def update_programs(
-    how: Trainable,
+    trainable: Trainable,
     learned: Params,
     opt: Any,
     now: TrainState,
@@ -100,42 +100,42 @@ def update_programs(
 ) -> Iterator[Program]:
     """Yields the programs of one model's update, for a micro-batch of each shape on the host.
 
-    `further` are the gradient's arguments besides them, `data` is the flat batch that `Algorithm.before` reads.
+    `further` are the gradient's last arguments, `data` is the flat batch that `Algorithm.before` reads.
     """
-    name, number, mesh = how.name, np.int32(0), placing.mesh_of(learned)
+    name, number, mesh = trainable.name, np.int32(0), placing.mesh_of(learned)
     carry = update.abstract_carry(learned, jax.tree.map(lambda x: placing.on_device(x.sharding), learned))
     counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
-    beside = dict[str, Any](beside=(learned, how.base, further), scratch=carry, make_scratch=how.zeros)
-    yield Program(f"{name} zeros", "other", how.zeros, (), name)
-    if how.drops:
+    accounting = dict[str, Any](beside=(learned, trainable.base, further), scratch=carry, make_scratch=trainable.zeros)
+    yield Program(f"{name} zeros", "other", trainable.zeros, (), name)
+    if trainable.drops:
         yield Program(f"{name} dropout", "other", batch.draw_seeds, (now.key, now.step, number), name)
-    if how.loss.before is not None:
+    if trainable.loss.before is not None:
         assert data is not None
-        whole = now.key, now.step, number, how.loss.before.placeholders(data)
-        yield (before := Program(f"{name} before", "other", how.loss.before.function, whole, name))
+        before_args = now.key, now.step, number, trainable.loss.before.placeholders(data)
+        yield (before := Program(f"{name} before", "other", trainable.loss.before.function, before_args, name))
         result = before.results()
         micros = [with_before(micro, result.dtype) for micro in micros]
     for micro in micros:
-        there = placing.shapes(with_placeholders(how, micro), sharding.rows_sharding(mesh))
-        rows = there.rows if isinstance(there, Scored) else there
+        placed = placing.shapes(with_placeholders(trainable, micro), sharding.rows_sharding(mesh))
+        rows = placed.rows if isinstance(placed, Scored) else placed
         shape = rows.inputs.shape
-        if how.loss.load is not None:
-            load = Program(f"{name} load", "other", how.loss.load, (how.model(learned), rows), name, shape)
+        if trainable.loss.load is not None:
+            load = Program(f"{name} load", "other", trainable.loss.load, (trainable.model(learned), rows), name, shape)
             yield load
             by_expert = load.results()
             counts = dataclasses.replace(counts, load=np.zeros(by_expert.shape, by_expert.dtype))
-        given = learned, how.base, carry, there, counts, *further
-        yield Program(f"{name} gradient", "gradient", how.loss.accumulate, given, name, shape, **beside)
-    if how.exchange is not None:
-        yield Program(f"{name} exchange", "exchange", how.exchange, (carry,), name, **beside)
-    last = learned, opt, carry, now.step, np.True_
-    yield Program(f"{name} step", "step", how.apply, last, name, **beside)
+        args = learned, trainable.base, carry, placed, counts, *further
+        yield Program(f"{name} gradient", "gradient", trainable.loss.accumulate, args, name, shape, **accounting)
+    if trainable.exchange is not None:
+        yield Program(f"{name} exchange", "exchange", trainable.exchange, (carry,), name, **accounting)
+    step_args = learned, opt, carry, now.step, np.True_
+    yield Program(f"{name} step", "step", trainable.apply, step_args, name, **accounting)
 
 
-def with_placeholders(how: Trainable, micro: Scored | Rows) -> Scored | Rows:
+def with_placeholders(trainable: Trainable, micro: Scored | Rows) -> Scored | Rows:
     """Returns an empty micro-batch with zeros in place of the seeds of dropout."""
     rows = micro.rows if isinstance(micro, Scored) else micro
-    if how.drops:
+    if trainable.drops:
         rows = dataclasses.replace(rows, dropout=np.zeros(rows.inputs.shape, np.uint32))
     if not isinstance(micro, Scored):
         return rows
@@ -153,27 +153,27 @@ def empty_batch(learner: StepLearner, now: TrainState, rows: Rows) -> tuple[Batc
 
     Programs are compiled for them. `rows` are of any shape.
     """
-    passes, recipe, nobody = learner.passes, learner.recipe, np.zeros(0, np.int32)
+    passes, recipe, no_rows = learner.passes, learner.recipe, np.zeros(0, np.int32)
     algorithm = recipe.algorithm
     data = batch.flatten(
-        [], [], nobody, np.zeros(0, np.float32) if algorithm.greedy else None,
-        shape=learner.shape, earns=recipe.earns, gives=algorithm.given is not None,
-        episode=nobody if recipe.branches else None, parts=algorithm.parts,
-        columns=dict.fromkeys(algorithm.column_names, nobody),
+        [], [], no_rows, np.zeros(0, np.float32) if algorithm.greedy else None,
+        shape=learner.shape, has_earned=recipe.earns, has_given=algorithm.given is not None,
+        episode=no_rows if recipe.branches else None, parts=algorithm.parts,
+        columns=dict.fromkeys(algorithm.column_names, no_rows),
     )  # fmt: skip
 
     def zeros(x: Any) -> Any:
         return np.zeros(learner.shape, x.dtype)
 
-    passed = {program.name: program.results() for program in scoring_programs(learner, now, rows)}
-    data = ppo.add_old_logprob(recipe, data, jax.tree.map(zeros, passed["log-probs"]))
-    if "reference" in passed:
-        ref_logprob, exact_kl = jax.tree.map(zeros, passed["reference"])
+    results = {program.name: program.results() for program in scoring_programs(learner, now, rows)}
+    data = ppo.add_old_logprob(recipe, data, jax.tree.map(zeros, results["log-probs"]))
+    if "reference" in results:
+        ref_logprob, exact_kl = jax.tree.map(zeros, results["reference"])
         data = data.with_arrays(ref_logprob=ref_logprob, exact_kl=exact_kl)
     elif recipe.kl_penalty or recipe.kl_loss_type:  # by a server
         data = batch.with_reference_logprobs(data, [])
-    if "values" in passed:
-        data = data.with_arrays(value=zeros(passed["values"]))
+    if "values" in results:
+        data = data.with_arrays(value=zeros(results["values"]))
     added, _ = jax.eval_shape(passes.advantages, data, now.kl_coef, now.value_norm)
     added.pop("mask")
     return data, data.with_arrays(**{name: np.zeros(x.shape, x.dtype) for name, x in added.items()})

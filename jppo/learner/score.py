@@ -49,34 +49,34 @@ class RouterOutputs(NamedTuple):
     routing_differs: Array | None = None
 
 
-def _state(
+def _run_trunk(
     model: tuple[Any, ModelConfig], params: Weights, rows: Rows, *, compare: bool = False, routed: bool = False
 ) -> tuple[heads.State, RouterOutputs]:
-    """Computes hidden states of the rows; returns them with the inputs of the logits.
+    """Runs a model up to its head; returns the hidden states with what the logits need, and the routers' outputs.
 
-    If `routed`, it also returns the routers' sums over the mask; with `compare`, the share of the rows' experts that
-    the routers would not choose.
+    These are, if `routed`, the routers' sums over the mask; with `compare`, the share of the rows' replayed experts
+    that the routers would not choose.
     """
-    variables, left = lora.variables(params, rows.dropout), RouterOutputs()
+    variables, routers = lora.variables(params, rows.dropout), RouterOutputs()
     compare = compare and rows.experts is not None
-    wanted = [name for name, asked in ((router.SUMS, routed), (router.CHOICES, compare)) if asked]
+    collections_to_read = [name for name, requested in ((router.SUMS, routed), (router.CHOICES, compare)) if requested]
     counted = jnp.asarray(rows.mask) if routed else None
     routing = dict[str, Any](counted=counted, replayed=rows.experts)
-    if wanted:
+    if collections_to_read:
         hidden, collections = model[0].apply(
-            variables, rows.inputs, rows.segment, rows.position, **routing, mutable=wanted
+            variables, rows.inputs, rows.segment, rows.position, **routing, mutable=collections_to_read
         )
-        left = RouterOutputs(
+        routers = RouterOutputs(
             router.collected_sums(collections, model[1]) if routed else None,
             router.differing_share(collections, jnp.asarray(rows.experts), model[1]) if compare else None,
         )
     else:
         hidden = model[0].apply(variables, rows.inputs, rows.segment, rows.position, **routing)
-    return (hidden, decoder.head_kernel(variables["params"], model[1]), model[1]), left
+    return (hidden, decoder.head_kernel(variables["params"], model[1]), model[1]), routers
 
 
-def _alone(rows: Rows) -> Rows:
-    """Returns the rows for another model than the sampled one, which chooses its own experts."""
+def _without_replay(rows: Rows) -> Rows:
+    """Returns the rows without replayed experts, for another model than the one that sampled them."""
     return dataclasses.replace(rows, experts=None)
 
 
@@ -84,7 +84,7 @@ def make_router_load(model: Any, cfg: ModelConfig) -> Callable[[Weights, Rows], 
     """Makes (policy, rows) -> tokens of the mask by layer and expert, [layers, E] f32."""
 
     def load(params: Weights, rows: Rows) -> Array:
-        sums = _state((model, cfg), params, rows, routed=True)[1].router
+        sums = _run_trunk((model, cfg), params, rows, routed=True)[1].router
         assert sums is not None
         return sums.load
 
@@ -110,8 +110,8 @@ def make_logprob(
     """
 
     def logprob(params: Weights, rows: Rows) -> Scores:
-        state, left = _state((model, cfg), params, rows, compare=compare, routed=routed)
-        logprobs, entropy, *more = heads.logprob_entropy(
+        state, routers = _run_trunk((model, cfg), params, rows, compare=compare, routed=routed)
+        logprobs, entropy, *extra = heads.logprob_entropy(
             state,
             jnp.asarray(rows.targets),
             temperature=temperature,
@@ -122,12 +122,12 @@ def make_logprob(
             mesh=mesh,
             more=[function for _, function in statistics],
         )
-        return Scores(logprobs, entropy, **left._asdict(), statistics=named(statistics, more))
+        return Scores(logprobs, entropy, **routers._asdict(), statistics=name_statistics(statistics, extra))
 
     return logprob
 
 
-def named(statistics: Statistics, values: Sequence[Array]) -> dict[str, Array] | None:
+def name_statistics(statistics: Statistics, values: Sequence[Array]) -> dict[str, Array] | None:
     """Returns statistics by name; None without any."""
     return {name: x for (name, _), x in zip(statistics, values, strict=True)} or None
 
@@ -164,28 +164,30 @@ def make_exact(
 ) -> Exact:
     """Makes one pass of both models with a divergence over all tokens, one of `kl.EXACT`, in token chunks.
 
-    `statistics` are of the policy's logits.
+    `compare`, `routed` and `statistics` are as in `make_logprob`, of the policy.
     """
 
     def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Scores, Array]:
-        def body(
+        def score_chunk(
             vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array, ref_logits: jax.Array
         ) -> tuple[jax.Array, ...]:
             logprobs = heads.logprob_of(logits, targets, vocabulary)
             ref_logprob = heads.logprob_of(ref_logits, targets, vocabulary)
             sharded = dict(log_softmax=vocabulary.log_softmax, total=vocabulary.total, largest=vocabulary.largest)
             penalty = divergence(logits, ref_logits, **sharded)
-            more = [function(logits, targets, vocabulary) for _, function in statistics]
-            return logprobs, heads.entropy_of(logits, vocabulary), ref_logprob, penalty, *more
+            extra = [function(logits, targets, vocabulary) for _, function in statistics]
+            return logprobs, heads.entropy_of(logits, vocabulary), ref_logprob, penalty, *extra
 
-        own, left = _state(policy, params, rows, compare=compare, routed=routed)
-        states = [own, _state(reference, jax.lax.stop_gradient(ref_params), _alone(rows))[0]]
+        policy_state, routers = _run_trunk(policy, params, rows, compare=compare, routed=routed)
+        states = [policy_state, _run_trunk(reference, jax.lax.stop_gradient(ref_params), _without_replay(rows))[0]]
         options = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
         options |= dict(mask=jnp.asarray(rows.mask), kept=rows.kept)
-        logprobs, entropy, ref_logprob, penalty, *more = heads.by_logits(
-            body, states, jnp.asarray(rows.targets), **options
+        logprobs, entropy, ref_logprob, penalty, *extra = heads.by_logits(
+            score_chunk, states, jnp.asarray(rows.targets), **options
         )
-        return Scores(logprobs, entropy, penalty, **left._asdict(), statistics=named(statistics, more)), ref_logprob
+        return Scores(
+            logprobs, entropy, penalty, **routers._asdict(), statistics=name_statistics(statistics, extra)
+        ), ref_logprob
 
     return exact
 
@@ -193,23 +195,25 @@ def make_exact(
 def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> LogProbKL:
     """Makes log-probs and entropy with the KL to the reference that `kind` names. Differentiable in the policy."""
 
-    def sampled(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
+    def with_sampled_kl(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
         scores = logprob(params, rows)
         if kind is None:
             return scores
         assert ref_logprob is not None
-        here = (jnp.where(rows.mask, x, 0.0) for x in (scores.logprob, ref_logprob))  # no infinity from masked entries
-        return scores._replace(penalty=kl.ESTIMATORS[kind](*here))
+        masked_logprobs = (
+            jnp.where(rows.mask, x, 0.0) for x in (scores.logprob, ref_logprob)
+        )  # no infinity from masked entries
+        return scores._replace(penalty=kl.ESTIMATORS[kind](*masked_logprobs))
 
-    def whole(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
+    def with_exact_kl(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
         assert exact is not None and reference is not None
         scores, ref_logprob = exact(params, reference, rows)
         if kind == "full+" and scores.penalty is not None:
-            here = (jnp.where(rows.mask, x, 0.0) for x in (scores.logprob, ref_logprob))
-            scores = scores._replace(penalty=kl.with_gradient_of_k2(scores.penalty, *here))
+            masked_logprobs = (jnp.where(rows.mask, x, 0.0) for x in (scores.logprob, ref_logprob))
+            scores = scores._replace(penalty=kl.with_gradient_of_k2(scores.penalty, *masked_logprobs))
         return scores
 
-    return whole if kind in kl.EXACT else sampled
+    return with_exact_kl if kind in kl.EXACT else with_sampled_kl
 
 
 def make_reference(
@@ -221,11 +225,11 @@ def make_reference(
     """
     sampled = sampled or any(kind is not None and kind not in kl.EXACT for kind in (penalty_kind, loss_kind))
 
-    def passed(ref_params: Weights, params: Weights | None, rows: Rows) -> tuple[Array | None, Array | None]:
-        ref_logprob = reference(ref_params, _alone(rows)).logprob if sampled else None
+    def score_reference(ref_params: Weights, params: Weights | None, rows: Rows) -> tuple[Array | None, Array | None]:
+        ref_logprob = reference(ref_params, _without_replay(rows)).logprob if sampled else None
         if penalty_kind not in kl.EXACT:
             return ref_logprob, None
         assert exact is not None and params is not None
         return ref_logprob, exact(params, ref_params, rows)[0].penalty
 
-    return passed
+    return score_reference

@@ -66,16 +66,16 @@ def mesh_shape(
     settings = " ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
         raise UserError(f"{settings}: sizes must be 1 or more, and one of them may be -1; try mesh.data=-1")
-    known = int(np.prod([s for s in sizes if s > 0]))
-    filled = [devices // known if s == -1 else s for s in sizes]
-    if int(np.prod(filled)) != devices:
-        fitting = _fitting(devices, sizes)
-        raise UserError(f"{settings}: their product must be the {devices} devices there are; try {fitting}")
-    return tuple(filled)
+    given_product = int(np.prod([s for s in sizes if s > 0]))
+    full_sizes = [devices // given_product if s == -1 else s for s in sizes]
+    if int(np.prod(full_sizes)) != devices:
+        suggestion = _suggest_mesh(devices, sizes)
+        raise UserError(f"{settings}: their product must be the {devices} devices there are; try {suggestion}")
+    return tuple(full_sizes)
 
 
-def _fitting(devices: int, sizes: list[int]) -> str:
-    """Returns the axes with the fewest changes that make a mesh of so many devices."""
+def _suggest_mesh(devices: int, sizes: list[int]) -> str:
+    """Returns settings of a mesh of so many devices, with the fewest changes to `sizes`, for an error's remedy."""
     for i in range(len(AXES)):  # the remaining factor goes to one axis, data first
         others = int(np.prod([s for j, s in enumerate(sizes) if j != i and s > 0]))
         if devices % others == 0:
@@ -93,24 +93,24 @@ def platform(mesh: Mesh) -> str:
 def mesh_of_shape(shape: tuple[int, ...], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Makes a mesh by the sizes of AXES, the last 1 by default; XLA chooses shardings that the inputs leave open."""
     sizes = dict.fromkeys(AXES, 1) | dict(zip(AXES, shape, strict=False))
-    near = tuple(sizes[axis] for axis in _NEAR_LAST)
+    ordered_sizes = tuple(sizes[axis] for axis in _NEAR_LAST)
     types = (AxisType.Auto,) * len(AXES)
     if devices is not None and devices[0].platform == "tpu":
-        return Mesh(_on_torus(near, devices), _NEAR_LAST, axis_types=types)
-    return jax.make_mesh(near, _NEAR_LAST, axis_types=types, devices=devices)
+        return Mesh(_arrange_torus(ordered_sizes, devices), _NEAR_LAST, axis_types=types)
+    return jax.make_mesh(ordered_sizes, _NEAR_LAST, axis_types=types, devices=devices)
 
 
-def _on_torus(near: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Arranges TPUs in such a shape: axes along the torus, which may be cut; several slices share `data` alone."""
+def _arrange_torus(ordered_sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
+    """Arranges TPUs in a mesh with their torus in mind; several slices are divided by the axis `data` alone."""
     slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
     if slices == 1:
-        return mesh_utils.create_device_mesh(near, devices, allow_split_physical_axes=True)
-    if near[0] % slices:
+        return mesh_utils.create_device_mesh(ordered_sizes, devices, allow_split_physical_axes=True)
+    if ordered_sizes[0] % slices:
         raise UserError(
-            f"mesh.data={near[0]}: must be a multiple of the {slices} slices, between which only gradients are"
+            f"mesh.data={ordered_sizes[0]}: must be a multiple of the {slices} slices, between which only gradients are"
             f" exchanged; try mesh.data={slices} mesh.fsdp=-1"
         )
-    inside, between = (near[0] // slices, *near[1:]), (slices, *(1 for _ in near[1:]))
+    inside, between = (ordered_sizes[0] // slices, *ordered_sizes[1:]), (slices, *(1 for _ in ordered_sizes[1:]))
     return mesh_utils.create_hybrid_device_mesh(inside, between, devices, allow_split_physical_axes=True)
 
 
@@ -121,7 +121,7 @@ def own_part(mesh: Mesh) -> Mesh:
 
 def row_multiple(mesh: Mesh) -> int:
     """Returns the divisor of a batch's row counts."""
-    return _parts(mesh, ROW_AXES)
+    return _shard_count(mesh, ROW_AXES)
 
 
 def length_multiple(mesh: Mesh) -> int:
@@ -131,63 +131,65 @@ def length_multiple(mesh: Mesh) -> int:
 
 def whole_row_multiple(mesh: Mesh) -> int:
     """Returns the divisor of row counts whose positions stay together."""
-    return _parts(mesh, WHOLE.rows)
+    return _shard_count(mesh, WHOLE.rows)
 
 
-def _parts(mesh: Mesh, axes: tuple[str, ...]) -> int:
+def _shard_count(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def param_shardings(mesh: Mesh, axes: Params, shapes: Params) -> Params:
     """Makes a NamedSharding for each parameter, from its logical axes (a tuple of names) by RULES."""
 
-    def sharding(names: tuple[str | None, ...], leaf: Any) -> Any:
+    def shard_param(names: tuple[str | None, ...], leaf: Any) -> Any:
         if isinstance(leaf, Quantized):
-            codes, scales = (sharding(names, part) for part in (leaf.codes, leaf.scales))
+            codes, scales = (shard_param(names, part) for part in (leaf.codes, leaf.scales))
             return dataclasses.replace(leaf, codes=codes, scales=scales)
         spec: list[tuple[str, ...]] = []
         for name, size in zip(names, leaf.shape, strict=True):
-            free = tuple(axis for axis in RULES[name] if not any(axis in axes for axes in spec))
-            spec.append(dividing_axes(mesh, free, size))
+            unused_axes = tuple(axis for axis in RULES[name] if not any(axis in axes for axes in spec))
+            spec.append(dividing_axes(mesh, unused_axes, size))
         return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))
 
-    return jax.tree.map(sharding, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(shard_param, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def optimizer_shardings(tx: optax.GradientTransformation, shapes: Params, shardings: Params) -> Any:
     """Shards the optimizer's state as its parameters, a factored leaf by its remaining axes; counts are replicated."""
-    whole = replicated(jax.tree.leaves(shardings)[0].mesh)
+    counts_sharding = replicated(jax.tree.leaves(shardings)[0].mesh)
 
-    def place(leaf: Any, shape: Any, sharding: NamedSharding) -> NamedSharding:
+    def shard_leaf(leaf: Any, shape: Any, sharding: NamedSharding) -> NamedSharding:
         axes = next(iter(axes_of(leaf.shape, shape.shape)), ())
         return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[axis] for axis in axes)))
 
-    return optim.map_state(place, jax.eval_shape(tx.init, shapes), shapes, shardings, other=lambda _: whole)
+    return optim.map_state(
+        shard_leaf, jax.eval_shape(tx.init, shapes), shapes, shardings, other=lambda _: counts_sharding
+    )
 
 
-def axes_of(part: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns candidates for the parameter axes of an optimizer state's leaf, by their sizes; [] if none fit."""
-    candidates = itertools.combinations(range(len(shape)), len(part))
-    return [axes for axes in candidates if tuple(shape[axis] for axis in axes) == part]
+def axes_of(leaf_shape: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Returns the choices of a parameter's axes whose sizes are an optimizer leaf's shape; [] if none are."""
+    candidates = itertools.combinations(range(len(shape)), len(leaf_shape))
+    return [axes for axes in candidates if tuple(shape[axis] for axis in axes) == leaf_shape]
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Replicates on every device."""
+    """Returns the sharding that copies an array to every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
-    """Shards rows [R, T, ...] over data, fsdp and expert, their positions over sequence."""
+    """Returns the sharding of rows [R, T, ...]: over data, fsdp and expert, their positions over sequence."""
     return NamedSharding(mesh, ROWS)
 
 
 def whole_rows_sharding(mesh: Mesh) -> NamedSharding:
-    """Shards rows [R, ...] whose positions stay on one device over sequence, too."""
+    """Returns the sharding of rows [R, ...] whose positions stay on one device: over all these axes."""
     return NamedSharding(mesh, WHOLE_ROWS)
 
 
 def cache_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
-    """Shards keys and values [R, T, K, A] as their rows, and their heads as the parameters' heads."""
+    """Returns the sharding of cached keys and values [R, T, K, A]: rows as rows, heads as the parameters' heads."""
     return NamedSharding(
         mesh, PartitionSpec(*WHOLE_ROWS, None, dividing_axes(mesh, RULES["kv_heads"], kv_heads) or None)
     )
@@ -229,19 +231,20 @@ def require_divisible(cfg: ModelConfig, mesh: Mesh) -> None:
     model = f"of the {cfg.family} model"
     for F in cfg.mlp_widths:
         if H % tensor or F % tensor:
-            divided = f"the {H} attention heads and the MLP's width of {F} {model}"
-            _refuse(f"mesh.tensor={tensor}", divided, math.gcd(H, F))
+            heads_and_mlp = f"the {H} attention heads and the MLP's width of {F} {model}"
+            _refuse_size(f"mesh.tensor={tensor}", heads_and_mlp, math.gcd(H, F))
     if (H // tensor) % sequence:
-        rest = f" that are left by mesh.tensor={tensor}" if tensor > 1 else ""
-        _refuse(f"mesh.sequence={sequence}", f"the {H // tensor} attention heads {model}{rest}", H // tensor)
+        left_note = f" that are left by mesh.tensor={tensor}" if tensor > 1 else ""
+        _refuse_size(f"mesh.sequence={sequence}", f"the {H // tensor} attention heads {model}{left_note}", H // tensor)
     if cfg.experts is not None and cfg.experts.count % expert:
-        _refuse(f"mesh.expert={expert}", f"the {cfg.experts.count} experts {model}", cfg.experts.count)
+        _refuse_size(f"mesh.expert={expert}", f"the {cfg.experts.count} experts {model}", cfg.experts.count)
     if D % math.prod(mesh.shape[axis] for axis in COLUMNS):
-        named = [f"mesh.{axis}={mesh.shape[axis]}" for axis in COLUMNS if axis == "fsdp" or mesh.shape[axis] > 1]
-        _refuse(" times ".join(named), f"the width of {D} {model}", D)
+        settings = [f"mesh.{axis}={mesh.shape[axis]}" for axis in COLUMNS if axis == "fsdp" or mesh.shape[axis] > 1]
+        _refuse_size(" times ".join(settings), f"the width of {D} {model}", D)
 
 
-def _refuse(setting: str, divided: str, size: int) -> None:
+def _refuse_size(setting: str, divided: str, size: int) -> None:
+    """Raises UserError for a mesh axis that does not divide a dimension of `size`, with sizes that would."""
     fitting = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]
     raise UserError(f"{setting} must divide {divided}; {', '.join(fitting)} would")
 
@@ -303,27 +306,27 @@ def find_peak(mesh: Mesh, dtype: str) -> Peak:
     rate = known_peak(kind, dtype)
     if rate is not None:
         return Peak(rate * count, f"the maker's for {count} x {kind}, {dtype}")
-    own = own_part(mesh)  # measured on each host alone: no host waits for another
-    multiply, flops = make_product(own, dtype)
+    own_mesh = own_part(mesh)  # measured on each host alone: no host waits for another
+    multiply, flops = make_product(own_mesh, dtype)
     multiply()  # compiles
-    best, end = 0.0, time.perf_counter() + MEASURE_S
-    while best == 0.0 or time.perf_counter() < end:
+    best_rate, end = 0.0, time.perf_counter() + MEASURE_S
+    while best_rate == 0.0 or time.perf_counter() < end:
         start = time.perf_counter()
         multiply()
-        best = max(best, flops / (time.perf_counter() - start))
-    best *= count / own.devices.size
-    return Peak(best, f"of a large matrix product, measured, {dtype}")
+        best_rate = max(best_rate, flops / (time.perf_counter() - start))
+    best_rate *= count / own_mesh.devices.size
+    return Peak(best_rate, f"of a large matrix product, measured, {dtype}")
 
 
 def make_product(mesh: Mesh, dtype: str) -> tuple[Callable[[], Any], int]:
     """Compiles a large matrix product over all devices, square where they divide it; returns it and its FLOP."""
     n = 2048 if platform(mesh) == "cpu" else 8192
     rows = -(-n // mesh.devices.size) * mesh.devices.size
-    split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    whole = NamedSharding(mesh, PartitionSpec())
+    split_sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    replicated_sharding = NamedSharding(mesh, PartitionSpec())
     draw = jax.random.normal(jax.random.key(0), (rows, n), jnp.dtype(dtype))
-    a, b = jax.device_put(draw, split), jax.device_put(draw[:n], whole)
-    multiply = jax.jit(lambda a, b: einsum("mk,kn->mn", a, b, jnp.dtype(dtype)), out_shardings=split)
+    a, b = jax.device_put(draw, split_sharding), jax.device_put(draw[:n], replicated_sharding)
+    multiply = jax.jit(lambda a, b: einsum("mk,kn->mn", a, b, jnp.dtype(dtype)), out_shardings=split_sharding)
     return lambda: jax.block_until_ready(multiply(a, b)), 2 * rows * n**2
 
 

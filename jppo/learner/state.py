@@ -44,15 +44,15 @@ def model_weights(
 ) -> ModelLayout:
     """Returns shapes and shardings of a model with this head, from the table of parameters; of the base of adapters."""
     entries = params.table(cfg, head=head)
-    return _weights(cfg, mesh, entries, head=head, dtype=param_dtype, method=lora.base_method(cfg, adapters))
+    return _make_layout(cfg, mesh, entries, head=head, dtype=param_dtype, method=lora.base_method(cfg, adapters))
 
 
 def adapters(cfg: ModelConfig, mesh: Mesh, spec: Lora, *, head: Head) -> ModelLayout:
-    """Returns shapes and shardings of the adapters of such a model, and of a critic's score; in f32."""
-    return _weights(cfg, mesh, lora.adapter_table(cfg, spec, head=head), head=head, dtype=jnp.float32)
+    """Returns shapes and shardings of a model's adapters, and of a critic's value head; in f32."""
+    return _make_layout(cfg, mesh, lora.adapter_table(cfg, spec, head=head), head=head, dtype=jnp.float32)
 
 
-def _weights(
+def _make_layout(
     cfg: ModelConfig,
     mesh: Mesh,
     entries: tuple[params.Entry, ...],
@@ -61,36 +61,37 @@ def _weights(
     dtype: Any,
     method: str = "none",
 ) -> ModelLayout:
+    """Makes the layout of the parameters in a table; `method` is the quantisation of those that are frozen."""
     shapes = params.tree(entries, lambda entry: kernels.stored_form(entry, dtype, method))
-    places = sharding.param_shardings(mesh, params.tree(entries, lambda entry: entry.axes), shapes)
+    shardings = sharding.param_shardings(mesh, params.tree(entries, lambda entry: entry.axes), shapes)
     matrices = params.tree(entries, lambda entry: entry.matrix and MuonDimensionNumbers(*entry.matrix))
     spare, still = (params.tree(entries, operator.attrgetter(name)) for name in ("padding", "still"))
-    return ModelLayout(cfg, head, shapes, places, spare, still, matrices)
+    return ModelLayout(cfg, head, shapes, shardings, spare, still, matrices)
 
 
 def abstract(layout: ModelLayout) -> Params:
     """Returns the parameters as abstract arrays; nothing is allocated."""
-    return _placed(layout.shapes, layout.shardings)
+    return _with_shardings(layout.shapes, layout.shardings)
 
 
 def abstract_optimizer(tx: optax.GradientTransformation, layout: ModelLayout, _: Params) -> tuple[Any, Any]:
-    """Does `init_optimizer` with shapes in place of arrays."""
-    places = sharding.optimizer_shardings(tx, layout.shapes, layout.shardings)
-    return _placed(jax.eval_shape(lambda p: tx.init(in_f32(p)), layout.shapes), places), places
+    """Returns the optimizer's state as shapes, and its shardings, as `init_optimizer` does with arrays."""
+    shardings = sharding.optimizer_shardings(tx, layout.shapes, layout.shardings)
+    return _with_shardings(jax.eval_shape(lambda p: tx.init(in_f32(p)), layout.shapes), shardings), shardings
 
 
-def _placed(shapes: Any, places: Any) -> Any:
+def _with_shardings(shapes: Any, places: Any) -> Any:
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, places)
 
 
-def _dtype(layout: ModelLayout) -> Any:
+def _param_dtype(layout: ModelLayout) -> Any:
     """Returns the dtype of a model's parameters; codes of quantised ones have another."""
     return layout.shapes["embed"]["embedding"].dtype
 
 
 def load_sharded(layout: ModelLayout, path: str, *, init: str, key: jax.Array) -> Params:
     """Loads the parameters in their shards from the checkpoint at `path`, or random ones if init is 'random'."""
-    dtype = _dtype(layout)
+    dtype = _param_dtype(layout)
     if init == "random":
         draw = functools.partial(init_params, layout.cfg, head=layout.head, param_dtype=dtype)
         return jax.jit(lambda key: kernels.stored_like(layout.shapes, draw(key)), out_shardings=layout.shardings)(key)
@@ -98,24 +99,24 @@ def load_sharded(layout: ModelLayout, path: str, *, init: str, key: jax.Array) -
 
 
 def on_trunk(layout: ModelLayout, trunk: Params, *, key: jax.Array) -> Params:
-    """Makes a critic on a policy's own trunk: the same arrays, and a new score."""
-    dtype = _dtype(layout)
+    """Makes a critic on a policy's trunk: the same arrays, and a new value head."""
+    dtype = _param_dtype(layout)
     score = init_head(layout.cfg, key, head="value", param_dtype=dtype)["score"]
-    rest = {name: part for name, part in trunk.items() if name in layout.shapes}
-    return rest | {"score": placing.put(score, layout.shardings["score"])}
+    shared_weights = {name: part for name, part in trunk.items() if name in layout.shapes}
+    return shared_weights | {"score": placing.put(score, layout.shardings["score"])}
 
 
 def adapt(layout: ModelLayout, values: Params, spec: Lora, *, key: jax.Array, path: str = "") -> tuple[Params, Base]:
-    """Splits a model into learned and frozen weights: adapters `layout` with a critic's score, and the base.
+    """Splits a model into learned and frozen weights: adapters of `layout` with a critic's value head, and the base.
 
     The adapters are fresh, or a policy's at `path`.
     """
 
-    def learned(values: Params) -> Params:
-        fresh = lora.init(layout.cfg, spec, key)
+    def init_learned(values: Params) -> Params:
+        new_weights = lora.init(layout.cfg, spec, key)
         if layout.head == "value":
-            fresh["score"] = jax.tree.map(lambda x: x.astype(jnp.float32), values["score"])
-        return fresh
+            new_weights["score"] = jax.tree.map(lambda x: x.astype(jnp.float32), values["score"])
+        return new_weights
 
     scores = {"score": values["score"]} if layout.head == "value" else {}
     base = {name: part for name, part in values.items() if name not in scores}
@@ -123,23 +124,23 @@ def adapt(layout: ModelLayout, values: Params, spec: Lora, *, key: jax.Array, pa
         return hf.load_adapters(path, layout.cfg, spec, shardings=layout.shardings), Base(
             base, spec.scale, spec.dropout
         )
-    return jax.jit(learned, out_shardings=layout.shardings)(scores), Base(base, spec.scale, spec.dropout)
+    return jax.jit(init_learned, out_shardings=layout.shardings)(scores), Base(base, spec.scale, spec.dropout)
 
 
 def init_optimizer(tx: optax.GradientTransformation, layout: ModelLayout, values: Params) -> tuple[Any, Any]:
     """Initialises the optimizer's state in its shards; returns also its shardings."""
-    places = sharding.optimizer_shardings(tx, layout.shapes, layout.shardings)
-    return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=places)(placing.to_device(values)), places
+    shardings = sharding.optimizer_shardings(tx, layout.shapes, layout.shardings)
+    return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=shardings)(placing.to_device(values)), shardings
 
 
 def spare_of_optimizer(tx: optax.GradientTransformation, layout: ModelLayout) -> Any:
-    """Returns `layout.spare` for the optimizer's state."""
+    """Returns the number of padding rows, as `layout.spare`, for each leaf of the optimizer's state."""
 
-    def spare(leaf: Any, shape: Any, rows: int) -> int:
+    def count(leaf: Any, shape: Any, rows: int) -> int:
         axes = sharding.axes_of(leaf.shape, shape.shape)
         return rows if axes and all(0 in one for one in axes) else 0
 
-    return map_state(spare, jax.eval_shape(tx.init, layout.shapes), layout.shapes, layout.spare, other=lambda _: 0)
+    return map_state(count, jax.eval_shape(tx.init, layout.shapes), layout.shapes, layout.spare, other=lambda _: 0)
 
 
 def spare_rows(*, policy: Trainable | None = None, value: Trainable | None = None) -> Spare:
@@ -151,7 +152,7 @@ def spare_rows(*, policy: Trainable | None = None, value: Trainable | None = Non
     return {name: spare for name, spare in spares.items() if any(jax.tree.leaves(spare))}
 
 
-def portable(now: TrainState, spare: Spare) -> TrainState:
+def remove_padding(now: TrainState, spare: Spare) -> TrainState:
     """Returns the state without mesh padding, so that it fits any mesh."""
 
     def cut(x: jax.Array, n: int) -> jax.Array:
@@ -161,13 +162,13 @@ def portable(now: TrainState, spare: Spare) -> TrainState:
     return dataclasses.replace(now, **fields)
 
 
-def placed(now: TrainState, spare: Spare, like: TrainState) -> TrainState:
-    """Inverts `portable`: adds padding rows of zeros, and shards each array as in `like`."""
+def restore_padding(now: TrainState, spare: Spare, template: TrainState) -> TrainState:
+    """Inverts `remove_padding`: adds padding rows of zeros, and shards each array as in `template`."""
 
-    def place(x: jax.Array, n: int, like: jax.Array) -> jax.Array:
-        return jax.device_put(jnp.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1)), like.sharding) if n else x
+    def add_padding(x: jax.Array, n: int, template: jax.Array) -> jax.Array:
+        return jax.device_put(jnp.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1)), template.sharding) if n else x
 
-    fields = {n: jax.tree.map(place, getattr(now, n), rows, getattr(like, n)) for n, rows in spare.items()}
+    fields = {n: jax.tree.map(add_padding, getattr(now, n), rows, getattr(template, n)) for n, rows in spare.items()}
     return dataclasses.replace(now, **fields)
 
 
@@ -183,17 +184,17 @@ def begin_state(
     put: Callable[[Any, Any], Any] = placing.put,
 ) -> TrainState:
     """Makes the state before the first step; `put` places its numbers."""
-    whole = sharding.replicated(placing.mesh_of((policy, value)))
+    replicated = sharding.replicated(placing.mesh_of((policy, value)))
     return TrainState(
-        step=put(jnp.int32(0), whole),
+        step=put(jnp.int32(0), replicated),
         policy=policy,
         policy_opt=policy_opt,
         value=value,
         value_opt=value_opt,
-        kl_coef=put(jnp.float32(kl_coef), whole),
-        bad_steps=put(jnp.int32(0), whole),
-        key=put(jax.random.key(seed), whole),
-        value_norm=put(jnp.zeros(3, jnp.float32), whole) if value_norm else None,
+        kl_coef=put(jnp.float32(kl_coef), replicated),
+        bad_steps=put(jnp.int32(0), replicated),
+        key=put(jax.random.key(seed), replicated),
+        value_norm=put(jnp.zeros(3, jnp.float32), replicated) if value_norm else None,
     )
 
 
@@ -224,26 +225,26 @@ def next_step(
     return dataclasses.replace(now, step=step, kl_coef=kl_coef, bad_steps=bad_steps)
 
 
-def scalar(x: Any, like: Array) -> Any:
+def scalar(x: Any, template: Array) -> Any:
     """Puts a host number or array in another array's dtype on its devices, without compiling."""
-    assert isinstance(like, jax.Array)
-    return placing.put(np.asarray(x, like.dtype), like.sharding)
+    assert isinstance(template, jax.Array)
+    return placing.put(np.asarray(x, template.dtype), template.sharding)
 
 
-def order(now: TrainState, model: int, epoch: int, count: int, *, shuffle: bool, most: int = 0) -> np.ndarray:
+def order(now: TrainState, model: int, epoch: int, count: int, *, shuffle: bool, max_count: int = 0) -> np.ndarray:
     """Returns the order of the step's trajectories in one epoch of a model's update.
 
-    `most` is the largest count of the run: one program orders so many, and each step takes its own of them.
+    `max_count` is the largest count of any step: one program draws so many, and each step takes its own of them.
     """
     if not shuffle:
         return np.arange(count)
-    drawn = np.asarray(shuffled(now.key, now.step, np.int32(model), np.int32(epoch), max(most, count)))
+    drawn = np.asarray(draw_order(now.key, now.step, np.int32(model), np.int32(epoch), max(max_count, count)))
     return drawn[drawn < count]
 
 
 @functools.partial(jax.jit, static_argnames="count")
-def shuffled(key: Array, step: Array, model: Array, epoch: Array, count: int) -> jax.Array:
-    """Returns a permutation of so many sequences."""
+def draw_order(key: Array, step: Array, model: Array, epoch: Array, count: int) -> jax.Array:
+    """Draws a permutation of `count` sequences, other for each step, model and epoch."""
     for number in (step, model, epoch):
         key = jax.random.fold_in(key, number)
     return jax.random.permutation(key, count)

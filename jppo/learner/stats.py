@@ -48,16 +48,16 @@ class Outputs:
 
 
 def stats_of(values: Mapping[str, Array]) -> dict[str, Stat]:
-    """Returns metrics that are sums."""
+    """Wraps values as metrics that are summed over a mini-batch."""
     return {name: Stat(x) for name, x in values.items()}
 
 
-def join_groups(each: Outputs) -> Outputs:
+def join_groups(by_group: Outputs) -> Outputs:
     """Joins the outputs of groups of devices for their rows of a micro-batch; the first axis is the group."""
     return Outputs(
-        {name: Stat(JOINS[x.kind][0](x.value, axis=0), x.kind) for name, x in each.stats.items()},
-        {name: x.reshape(-1, *x.shape[2:]) for name, x in each.rows.items()},
-        tuple(jnp.sum(x, axis=0) for x in each.load),
+        {name: Stat(JOINS[x.kind][0](x.value, axis=0), x.kind) for name, x in by_group.stats.items()},
+        {name: x.reshape(-1, *x.shape[2:]) for name, x in by_group.rows.items()},
+        tuple(jnp.sum(x, axis=0) for x in by_group.load),
     )
 
 
@@ -78,8 +78,8 @@ def join_stages(*stages: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics of all stages of a step; raises ValueError for a name that two of them have."""
     joined = dict[str, float]()
     for stage in stages:
-        if both := joined.keys() & stage.keys():
-            raise ValueError(f"two stages of a step have one metric: {min(both)}")
+        if common := joined.keys() & stage.keys():
+            raise ValueError(f"two stages of a step have one metric: {min(common)}")
         joined |= stage
     return joined
 

@@ -33,31 +33,34 @@ class Before:
     function: Any  # of jax.jit: (key, step, number of the mini-batch, arrays by name) -> [B, L]
 
     def __call__(self, model: Weights, mini: batch.Mini, key: Any, step: Any, number: int) -> batch.Mini:
-        """Adds the result to the micro-batches; `number` is the mini-batch's in the step."""
+        """Computes the function's result over a mini-batch and adds it to the micro-batches, as the array `before`.
+
+        `number` is the mini-batch's in the step.
+        """
         data = mini.batch
         rows = [dataclasses.replace(micro.rows, dropout=None) for micro in mini.micros]  # it has no dropout
         assert data is not None
-        known: dict[str, Any] = {**data.arrays}
-        known["mask"] = mask = batch.unpack_rows(data, [(one, np.asarray(one.mask)) for one in rows])
+        available: dict[str, Any] = {**data.arrays}
+        available["mask"] = mask = batch.unpack_rows(data, [(r, np.asarray(r.mask)) for r in rows])
         if "logprob" in self.reads:
-            scores = [placing.fetch(self.logprob(model, placing.put(one, mini.place)).logprob) for one in rows]
-            known["logprob"] = batch.unpack_rows(data, list(zip(rows, scores, strict=True)))
-        known |= {f"{SHARE}{share}": share_of(share, mask) for share in names_of(self.reads, SHARE)}
-        arrays = {name: known[name] for name in self.reads if name in known}
+            scores = [placing.fetch(self.logprob(model, placing.put(r, mini.place)).logprob) for r in rows]
+            available["logprob"] = batch.unpack_rows(data, list(zip(rows, scores, strict=True)))
+        available |= {f"{SHARE}{share}": share_of(share, mask) for share in names_of(self.reads, SHARE)}
+        arrays = {name: available[name] for name in self.reads if name in available}
         result = np.asarray(self.function(key, step, np.int32(number), arrays))
         micros = [batch.with_array(m, "before", batch.pack_like(data, result, m.rows)) for m in mini.micros]
         return dataclasses.replace(mini, micros=micros)
 
     def placeholders(self, data: Batch) -> dict[str, Any]:
         """Returns arrays of the shapes and dtypes that the function gets, to compile it."""
-        known: dict[str, Any] = {**data.arrays} | {"mask": data.mask}
-        known["logprob"] = np.zeros(data.mask.shape, np.float32)
-        known |= {f"{SHARE}{share}": np.int32(0) for share in names_of(self.reads, SHARE)}
-        return {name: known[name] for name in self.reads if name in known}
+        available: dict[str, Any] = {**data.arrays} | {"mask": data.mask}
+        available["logprob"] = np.zeros(data.mask.shape, np.float32)
+        available |= {f"{SHARE}{share}": np.int32(0) for share in names_of(self.reads, SHARE)}
+        return {name: available[name] for name in self.reads if name in available}
 
 
 def share_of(share: str, mask: np.ndarray) -> np.int32:
-    """Returns the number of the tokens that are a share of the mask's, at least 1."""
+    """Returns the number of tokens in a share of the mask's, such as '0.1', rounded down, at least 1."""
     return np.int32(max(1, int(float(share) * int(mask.sum()))))
 
 
@@ -68,12 +71,12 @@ def make_before(algorithm: Algorithm, logprob: LogProb) -> Before | None:
         return None
 
     @jax.jit
-    def before(key: Array, step: Array, number: Array, arrays: dict[str, Array]) -> Array:
-        for one in (step, _STREAM, number):
-            key = jax.random.fold_in(key, one)
+    def compute_before(key: Array, step: Array, number: Array, arrays: dict[str, Array]) -> Array:
+        for number_in_key in (step, _STREAM, number):
+            key = jax.random.fold_in(key, number_in_key)
         return function(view(BeforeView, algorithm.before_reads, arrays | {"key": key}))
 
-    return Before(algorithm.before_reads, logprob, before)
+    return Before(algorithm.before_reads, logprob, compute_before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +107,7 @@ class CompiledLoss:
 
 @dataclasses.dataclass(frozen=True)
 class Trainable:
-    """How one model learns: its loss, its optimizer step and its accumulator of gradients."""
+    """The compiled training of one model: its loss, its optimizer step and its accumulator of gradients."""
 
     name: str  # 'actor', 'critic' or another training's, of its metrics
     loss: CompiledLoss
@@ -113,7 +116,7 @@ class Trainable:
     exchange: Any  # of gradients, between groups of devices; None where there is one group
     base: Base | None = None  # frozen weights of a model with adapters
     spare: tuple[Any, Any] = ((), ())  # padding rows of the learned parameters and of the optimizer state
-    apply_given: jax.stages.Wrapped | None = None  # `apply` with Hyperparameters in place of the step
+    apply_hyper: jax.stages.Wrapped | None = None  # `apply` with Hyperparameters in place of the step
 
     @property
     def drops(self) -> bool:
@@ -145,16 +148,16 @@ class Trainable:
             history.append((parts, stats))
             del carry  # frees it before the next one exists
         params = jax.block_until_ready(placing.put_back(params, initial))
-        taken = [
+        mini_metrics = [
             join_parts(parts) | {f"{self.name}/{key}": Stat(x) for key, x in stats.items()}
             for parts, stats in jax.device_get(history)
         ]
-        return params, opt, average(taken)
+        return params, opt, average(mini_metrics)
 
     def forward_backward(
         self, params: Params, base: Base | None, carry: update.Carry, mini: batch.Mini, *further: Any
     ) -> tuple[update.Carry, list[Outputs]]:
-        """Adds the gradient of a mini-batch to the carry, which is donated; returns also each micro-batch's outputs.
+        """Adds the gradient of a mini-batch to the sums in `carry`, which is donated; returns them and the outputs.
 
         `params`, `base` and `further` are on the devices, and the mini-batch is from `CompiledLoss.look_ahead`.
         """
@@ -175,7 +178,7 @@ class Trainable:
         number by which the rate follows its schedule, or the `Hyperparameters`. `learns` False, without a token
         to learn from, changes nothing.
         """
-        apply = self.apply_given if isinstance(step, Hyperparameters) else self.apply
+        apply = self.apply_hyper if isinstance(step, Hyperparameters) else self.apply
         assert apply is not None
         carry = carry if self.exchange is None else self.exchange(carry)
         params, stepped, stats = apply(params, placing.take(opt), carry, step, np.bool_(learns))

@@ -53,7 +53,7 @@ def make_actor_loss(
     bypass_correction: Correct | None = None,
     by_token: bool = False,
 ) -> Loss:
-    """Makes the sum of the algorithm's terms. `bypass_correction` weights and rejects tokens of the corrected ones.
+    """Makes the policy's loss, the sum of the algorithm's terms. `bypass_correction` corrects the `corrected` ones.
 
     With `by_token`, the outputs have the tokens' log-probs.
     """
@@ -62,21 +62,21 @@ def make_actor_loss(
         chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
         arrays, mask = scored.arrays, scored.rows.mask
         scores = score_rows(params, reference, scored.rows, arrays.get("ref_logprob"))
-        known = {"logprob": scores.logprob, "entropy": scores.entropy, "kl": scores.penalty, "router": scores.router}
-        known |= {f"{STATISTIC}{name}": x for name, x in (scores.statistics or {}).items()}
-        known |= {"load": counts.load, "tokens": counts.tokens, "segment": scored.rows.segment}
-        known |= {name: x for name, x in arrays.items() if name != "weight"}
-        kept, weight, sums = mask, arrays.get("weight"), dict[str, Array]()
+        inputs = {"logprob": scores.logprob, "entropy": scores.entropy, "kl": scores.penalty, "router": scores.router}
+        inputs |= {f"{STATISTIC}{name}": x for name, x in (scores.statistics or {}).items()}
+        inputs |= {"load": counts.load, "tokens": counts.tokens, "segment": scored.rows.segment}
+        inputs |= {name: x for name, x in arrays.items() if name != "weight"}
+        kept_mask, weight, sums = mask, arrays.get("weight"), dict[str, Array]()
         if bypass_correction is not None:
-            kept, weight = bypass_correction(scores.logprob, arrays["old_logprob"], mask, scored.rows.segment)
+            kept_mask, weight = bypass_correction(scores.logprob, arrays["old_logprob"], mask, scored.rows.segment)
             sums["rollout_corr/rollout_rs_masked_fraction"] = (
-                masked_sum(jnp.where(kept, 0.0, 1.0), mask) / counts.tokens
+                masked_sum(jnp.where(kept_mask, 0.0, 1.0), mask) / counts.tokens
             )
             if weight is not None:
                 sums["rollout_corr/rollout_is_mean"] = masked_sum(weight, mask) / counts.tokens
-        both = known | {"mask": mask}, known | {"mask": kept, "weight": weight}
-        out, of_terms = add_terms(algorithm.terms, LossView, algorithm.loss_reads, *both, counts, mean)
-        stats = _of_ratio(
+        views = inputs | {"mask": mask}, inputs | {"mask": kept_mask, "weight": weight}
+        total, term_metrics = add_terms(algorithm.terms, LossView, algorithm.loss_reads, *views, counts, mean)
+        stats = _ratio_metrics(
             jnp.clip(jnp.where(mask, scores.logprob - arrays["old_logprob"], 0.0), -FAR, FAR), mask, counts
         )
         if entropy_metric:
@@ -87,11 +87,11 @@ def make_actor_loss(
         if scores.router is not None:
             sums["actor/router_entropy"] = jnp.mean(scores.router.entropy) / counts.tokens
             load = (scores.router.load / counts.tokens,)
-        stats |= stats_of(sums | {"actor/loss": out})
-        if taken := stats.keys() & of_terms:
-            raise UserError(f"a term of the loss writes the metric {min(taken)!r}, which the update has; rename it")
-        stats |= stats_of(of_terms)
-        return out, Outputs(stats, {"logprob": scores.logprob} if by_token else {}, load)
+        stats |= stats_of(sums | {"actor/loss": total})
+        if common := stats.keys() & term_metrics:
+            raise UserError(f"a term of the loss writes the metric {min(common)!r}, which the update has; rename it")
+        stats |= stats_of(term_metrics)
+        return total, Outputs(stats, {"logprob": scores.logprob} if by_token else {}, load)
 
     return loss
 
@@ -116,18 +116,18 @@ def add_terms(
         arrays = corrected if term.corrected else plain
         mask, weight = arrays["mask"], arrays.get("weight")
         result = term.loss(view(kind, reads, arrays))
-        each, metrics = result if isinstance(result, tuple) else (result, {})
+        numbers, metrics = result if isinstance(result, tuple) else (result, {})
         sums |= {name: masked_sum(x.astype(jnp.float32), mask) / counts.tokens for name, x in metrics.items()}
-        if jnp.ndim(each):  # lengths count the tokens of the term
+        if jnp.ndim(numbers):  # lengths count the tokens of the term
             share = mean(mask, arrays["segment"], term.aggregation, tokens=counts.tokens, sequences=counts.sequences)
-            each = masked_sum(share * (each if weight is None else each * weight), mask)
+            numbers = masked_sum(share * (numbers if weight is None else numbers * weight), mask)
         if term.metric:
-            sums[term.metric] = each
-        total = total + (each if term.coefficient == 1.0 else term.coefficient * each)
+            sums[term.metric] = numbers
+        total = total + (numbers if term.coefficient == 1.0 else term.coefficient * numbers)
     return total, sums
 
 
-def _of_ratio(delta: Array, mask: Array, counts: Counts) -> dict[str, Stat]:
+def _ratio_metrics(delta: Array, mask: Array, counts: Counts) -> dict[str, Stat]:
     """Returns metrics of the ratio, exp(delta); delta is 0 outside of the mask."""
     return {
         "actor/ppo_kl": Stat(masked_sum(-delta, mask) / counts.tokens),
@@ -145,13 +145,13 @@ def make_critic_loss(
     def loss(params: Weights, scored: Scored, counts: Counts) -> tuple[Array, Outputs]:
         chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
         rows, output = scored.rows, value(params, scored.rows)
-        now = output if value_range is None else values.histogram_value(output, value_range)
-        known = {"value": now, "logits": output, "old_value": scored.arrays["value"]}
-        known["returns"] = scored.arrays["returns"]
-        known |= {"mask": rows.mask, "segment": rows.segment}
-        out, sums = add_terms(algorithm.value_terms, ValueView, algorithm.value_reads, known, known, counts, mean)
-        sums["critic/vpred_mean"] = masked_sum(now, rows.mask) / counts.tokens
-        return out, Outputs(stats_of(sums))
+        prediction = output if value_range is None else values.histogram_value(output, value_range)
+        arrays = {"value": prediction, "logits": output, "old_value": scored.arrays["value"]}
+        arrays["returns"] = scored.arrays["returns"]
+        arrays |= {"mask": rows.mask, "segment": rows.segment}
+        total, sums = add_terms(algorithm.value_terms, ValueView, algorithm.value_reads, arrays, arrays, counts, mean)
+        sums["critic/vpred_mean"] = masked_sum(prediction, rows.mask) / counts.tokens
+        return total, Outputs(stats_of(sums))
 
     return loss
 
@@ -161,8 +161,8 @@ def make_imitation_loss(logprob: LogProb) -> Loss:
 
     def loss(params: Weights, rows: Rows, counts: Counts) -> tuple[Array, Outputs]:
         chex.assert_rank(rows.mask, 2)
-        out = -masked_sum(logprob(params, rows).logprob, rows.mask) / counts.tokens
-        return out, Outputs({"sft/loss": Stat(out)})
+        mean = -masked_sum(logprob(params, rows).logprob, rows.mask) / counts.tokens
+        return mean, Outputs({"sft/loss": Stat(mean)})
 
     return loss
 
@@ -178,7 +178,7 @@ def groups_of(mesh: Mesh) -> int:
 def make_accumulate(
     loss: Loss, *, mesh: Mesh | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., tuple[Carry, Outputs]]:
-    """(learned, base, carry, micro-batch, counts, ...) -> the carry with gradient and loss added; the loss's outputs.
+    """Compiles (learned, base, carry, micro-batch, counts, ...) -> the carry plus gradient and loss; the outputs.
 
     The gradient is by the learned parameters; a frozen `base` has none. Groups of devices along `data` keep their own
     sums of gradients, which take no more memory than one sum. `make_exchange` adds these up, once a mini-batch.
@@ -190,26 +190,26 @@ def make_accumulate(
         """Reshapes rows [R, ...] to [groups, R / groups, ...]."""
         assert mesh is not None
         place = NamedSharding(mesh, PartitionSpec(GROUPS, row_axes(), POSITIONS))
-        out: Array = jax.lax.with_sharding_constraint(x.reshape(groups, -1, *x.shape[1:]), place)
-        return out
+        outputs: Array = jax.lax.with_sharding_constraint(x.reshape(groups, -1, *x.shape[1:]), place)
+        return outputs
 
     def accumulate(
         learned: Params, base: Base | None, carry: Carry, micro: Scored | Rows, counts: Counts, *further: Any
     ) -> tuple[Carry, Outputs]:
         def gradient(micro: Scored | Rows) -> Any:
-            def of(learned: Params) -> tuple[Array, Outputs]:
+            def loss_of(learned: Params) -> tuple[Array, Outputs]:
                 return loss(join(learned, base), micro, counts, *further)
 
-            return jax.value_and_grad(of, has_aux=True)(learned)
+            return jax.value_and_grad(loss_of, has_aux=True)(learned)
 
-        grads, so_far = carry
+        grads, loss_sum = carry
         if groups == 1:
-            (new_loss, out), new = gradient(micro)
+            (new_loss, outputs), new_grads = gradient(micro)
         else:
             with divide_rows(GROUPS):
-                (new_loss, each), new = jax.vmap(gradient, spmd_axis_name=GROUPS)(jax.tree.map(by_group, micro))
-            new_loss, out = jnp.sum(new_loss), join_groups(each)
-        return (jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new), so_far + new_loss), out
+                (new_loss, parts), new_grads = jax.vmap(gradient, spmd_axis_name=GROUPS)(jax.tree.map(by_group, micro))
+            new_loss, outputs = jnp.sum(new_loss), join_groups(parts)
+        return (jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new_grads), loss_sum + new_loss), outputs
 
     return jax.jit(accumulate, donate_argnums=2, compiler_options=options)
 
@@ -231,24 +231,24 @@ def make_exchange(shardings: Params) -> jax.stages.Wrapped | None:
     return jax.jit(on_each, donate_argnums=0)
 
 
-def without_groups(grads: Params, params: Params, places: Params) -> Params:
-    """Removes the axis of groups from gradients that are equal in all groups."""
+def without_groups(grads: Params, params: Params, shardings: Params) -> Params:
+    """Removes the first axis, of groups of devices, from gradients that are equal in all groups."""
 
-    def one(grad: Array, param: Array, place: Any) -> Array:
+    def drop_axis(grad: Array, param: Array, place: Any) -> Array:
         if grad.ndim == param.ndim:
             return grad
-        ins, mesh = PartitionSpec(GROUPS, *place.spec), place.mesh
-        local: Any = jax.shard_map(lambda x: x[0], mesh=mesh, in_specs=ins, out_specs=place.spec, check_vma=False)
-        ungrouped: Array = local(grad)
+        spec, mesh = PartitionSpec(GROUPS, *place.spec), place.mesh
+        first: Any = jax.shard_map(lambda x: x[0], mesh=mesh, in_specs=spec, out_specs=place.spec, check_vma=False)
+        ungrouped: Array = first(grad)
         return ungrouped
 
-    return jax.tree.map(one, grads, params, places)
+    return jax.tree.map(drop_axis, grads, params, shardings)
 
 
 def make_apply(
     tx: optax.GradientTransformation, schedule: Callable[[Any], Any], *, shardings: tuple[Any, Any]
 ) -> jax.stages.Wrapped:
-    """(params, optimizer state, carry, step, learns) -> the next two, the gradient norm before clipping, the rate.
+    """Compiles the optimizer step: (params, optimizer state, carry, step, learns) -> the next two, and metrics.
 
     A non-finite loss or gradient leaves both unchanged and counts as `skipped`. So does a mini-batch without a token to
     learn from (`learns` is False), counted as `empty`. AdamW would decay the weights and move them by momentum.
@@ -260,10 +260,10 @@ def make_apply(
         grads, loss = without_groups(carry[0], params, shardings[0]), carry[1]
         lr = schedule(step)
         norm = optax.tree.norm(grads)
-        good = jnp.isfinite(norm) & jnp.isfinite(loss)
-        params, opt = apply_gradients(tx, params, opt, grads, lr, good & learns)
+        is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        params, opt = apply_gradients(tx, params, opt, grads, lr, is_finite & learns)
         rate = lr.lr if isinstance(lr, Hyperparameters) else lr
-        return params, opt, {"grad_norm": norm, "lr": rate, "skipped": 1.0 - good, "empty": 1.0 - learns}
+        return params, opt, {"grad_norm": norm, "lr": rate, "skipped": 1.0 - is_finite, "empty": 1.0 - learns}
 
     # The gradients are not donated: the results in their place would be copied, not computed there.
     return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(*shardings, None))
@@ -274,18 +274,18 @@ def abstract_carry(shapes: Params, shardings: Params) -> Carry:
     mesh = jax.tree.leaves(shardings)[0].mesh
     groups = groups_of(mesh)
 
-    def one(x: Any, place: NamedSharding) -> Any:
+    def sum_shape(x: Any, place: NamedSharding) -> Any:
         if groups == 1:
             return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=place)
         place = NamedSharding(mesh, PartitionSpec(GROUPS, *place.spec))
         return jax.ShapeDtypeStruct((groups, *x.shape), jnp.float32, sharding=place)
 
     loss: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))
-    return jax.tree.map(one, shapes, shardings), loss
+    return jax.tree.map(sum_shape, shapes, shardings), loss
 
 
 def make_zeros(shapes: Params, shardings: Params) -> Callable[[], Carry]:
-    """Makes a fresh accumulator."""
+    """Makes the function that returns an accumulator of zeros, in the parameters' shards."""
     carry = abstract_carry(shapes, shardings)
 
     def zeros() -> Carry:

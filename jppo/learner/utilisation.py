@@ -27,22 +27,22 @@ def utilisation(
     step: int,
     dtype: str,
 ) -> dict[str, float]:
-    """Returns MFU by stage, for the stages that took these seconds in a step."""
+    """Returns MFU by metric, of the stages of a step that took these `seconds` by name."""
     flops = _count(learner, inputs, trajectories, step)
     rate = sharding.find_peak(learner.mesh, dtype).flops_per_s
-    took_place = {name: stage for name, stage in STAGES.items() if stage in flops and stage in seconds}
-    return {name: flops[stage] / seconds[stage] / rate for name, stage in took_place.items()}
+    measured = {name: stage for name, stage in STAGES.items() if stage in flops and stage in seconds}
+    return {name: flops[stage] / seconds[stage] / rate for name, stage in measured.items()}
 
 
 def _count(learner: StepLearner, inputs: ModelConfigs, trajectories: Sequence[Trajectory], step: int) -> dict[str, int]:
-    """Counts FLOP per stage over the batch; the head counts sampled tokens only."""
+    """Counts FLOP per stage over a step's batch; the language head counts sampled tokens only."""
     lengths = [len(t.tokens) for t in trajectories]
     sampled = sum(int(t.sampled.sum()) for t in trajectories)
-    once = cost.update(inputs.policy, lengths, head_tokens=sampled, adapters=inputs.adapters)
-    flops = {"update_actor": learner.actor_epochs.of_step(step) * once}
+    epoch_flop = cost.update(inputs.policy, lengths, head_tokens=sampled, adapters=inputs.adapters)
+    flops = {"update_actor": learner.actor_epochs.of_step(step) * epoch_flop}
     if not learner.recipe.bypass:
         flops["old_log_prob"] = cost.forward(inputs.policy, lengths, head_tokens=sampled, adapters=inputs.adapters)
     if inputs.critic is not None:
-        once = cost.update(inputs.critic, lengths, head_tokens=0, adapters=inputs.critic_adapters)
-        flops["update_critic"] = learner.critic_epochs.of_step(step) * once
+        epoch_flop = cost.update(inputs.critic, lengths, head_tokens=0, adapters=inputs.critic_adapters)
+        flops["update_critic"] = learner.critic_epochs.of_step(step) * epoch_flop
     return flops

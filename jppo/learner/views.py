@@ -285,16 +285,19 @@ def _placeholder(name: str) -> Any:
     return jnp.ones((), np.int32) if name.startswith(SHARE) else jnp.zeros(shape, dtype)
 
 
-def record(run: Callable[[Callable[[str], Any]], Any], known: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
-    """Runs functions of views on shapes; returns the names of what they read, in order, and the shapes they return."""
-    seen: dict[str, None] = {}
+def record(call: Callable[[Callable[[str], Any]], Any], shapes: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
+    """Traces `call(take)`, where take(name) reads an array; returns the names read, in order, and the result's shapes.
+
+    `shapes` has the shapes of arrays that have no placeholder.
+    """
+    names: dict[str, None] = {}
 
     def take(name: str) -> Any:
-        seen[name] = None
-        return jnp.zeros(known[name].shape, known[name].dtype) if name in known else _placeholder(name)
+        names[name] = None
+        return jnp.zeros(shapes[name].shape, shapes[name].dtype) if name in shapes else _placeholder(name)
 
-    result = jax.eval_shape(lambda: run(take))
-    return tuple(seen), result
+    result = jax.eval_shape(lambda: call(take))
+    return tuple(names), result
 
 
 def names_of(reads: tuple[str, ...], kind: str) -> tuple[str, ...]:

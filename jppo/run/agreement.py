@@ -179,7 +179,7 @@ def _gaps(learner: StepLearner, now: TrainState, drawn: Sequence[Trajectory]) ->
     """Returns |trainer's log-prob - engine's| of the sampled tokens of each response."""
     rewards, group = [Reward(math.nan, {}, None) for _ in drawn], np.zeros(len(drawn), np.int32)
     data = batch.flatten(drawn, rewards, group, shape=(len(drawn), learner.shape[1]))
-    micros = batch.micros(data, drawn, plan=learner.plan, mesh=learner.mesh)
+    micros = batch.pack_micros(data, drawn, plan=learner.plan, mesh=learner.mesh)
     recipe = dataclasses.replace(learner.recipe, bypass=False)
     data = ppo.with_old_logprob(learner.passes, recipe, data, micros, learner.policy(now))
     gap = np.abs(np.asarray(data["old_logprob"]) - data.rollout_logprob)

@@ -118,7 +118,7 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint by `trainer.save_contents`; `score` is `trainer.best_metric`, where known."""
     contents = settings.save_contents(c.trainer.save_contents)
-    whole = state.portable(now, learner.spare())
+    whole = state.remove_padding(now, learner.spare())
     if "optimizer" not in contents:
         whole = dataclasses.replace(whole, policy_opt=None, value_opt=None)
     checkpoints.save(
@@ -134,16 +134,16 @@ def resume_or_begin(
     c: Training, checkpoints: Checkpoints, spare: Spare, begin: TrainState, now: dict[str, Any]
 ) -> Begun:
     """Resumes, or begins with `begin`; `spare` is the mesh padding of the models, `now` this run's identity."""
-    restored = read_checkpoint(c, checkpoints, state.portable(begin, spare), now)
+    restored = read_checkpoint(c, checkpoints, state.remove_padding(begin, spare), now)
     if restored is None:
         return Begun(Progress(begin, {"cursor": dataclasses.asdict(Cursor())}))
-    resumed = state.placed(restored.state, spare, begin)
+    resumed = state.restore_padding(restored.state, spare, begin)
     fresh = {*restored.missing} & {*OPTIMIZERS}
     if fresh:  # their initial values came from the old model
         resumed = dataclasses.replace(
             resumed,
-            policy_opt=optim.begun_anew(resumed.policy_opt, resumed.policy),
-            value_opt=optim.begun_anew(resumed.value_opt, resumed.value),
+            policy_opt=optim.reset_optimizer(resumed.policy_opt, resumed.policy),
+            value_opt=optim.reset_optimizer(resumed.value_opt, resumed.value),
         )
     if "step" in restored.missing:  # a format of fine-tuning and reward models that had only the model
         resumed = dataclasses.replace(resumed, step=scalar(restored.step, begin.step))

@@ -24,7 +24,7 @@ from jppo.learner.make import (
     list_run_programs,
     make_learner,
     make_mesh,
-    replayed,
+    replayed_experts,
     require_models_fit,
     run_programs,
 )
@@ -245,7 +245,7 @@ def _read(c: Settings) -> Inputs:
     share_gpu(c)
     inputs = read_inputs(c)
     require_reward(c, inputs)
-    replayed(c, inputs.policy)  # raises before a server starts
+    replayed_experts(c, inputs.policy)  # raises before a server starts
     resume.require_resumable(c)
     return inputs
 

@@ -18,7 +18,7 @@ from jppo.distributed.hosts import ALONE
 from jppo.errors import expanded
 from jppo.learner import batch, make, packing
 from jppo.learner.make import Trained, load_trained, make_trainable
-from jppo.learner.state import begin_state, portable, scalar, spare_rows
+from jppo.learner.state import begin_state, remove_padding, scalar, spare_rows
 from jppo.learner.stats import join_stages
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf_write, placing
@@ -195,7 +195,7 @@ def _method(run: SupervisedRun) -> loop.Method:
                 require_finite(run.trainable, learned(objective, now.state)[0], batch)
             run.logger.sync()
             spare = spare_rows(**{"policy" if objective.head == "lm" else "value": run.trainable})
-            run.checkpoints.save(now.step, portable(now.state, spare), meta)
+            run.checkpoints.save(now.step, remove_padding(now.state, spare), meta)
 
     def test(now: Progress) -> dict[str, float]:
         if objective.test is None:

@@ -49,16 +49,16 @@ def main(argv: list[str] | None = None) -> None:
     args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     text = args.key_file.read_text(encoding="utf-8") if args.key_file else os.environ.get(KEYS, "")
     keys = _require_keys(text, str(args.key_file or KEYS))
-    given = dict[str, Any]({"rollout.name": "vllm"}) | dict(_setting(argument) for argument in rest)
+    loop_settings = dict[str, Any]({"rollout.name": "vllm"}) | dict(_parse_setting(argument) for argument in rest)
     lora = {"rank": args.lora, "alpha": _ALPHA} if args.lora else None
-    engine = {"name": given.pop("rollout.name")}
+    engine = {"name": loop_settings.pop("rollout.name")}
     if args.port > 65535:
         raise UserError(f"--port={args.port} must be 0 to 65535; 0 takes a free one")
-    with _named_address(args.host, args.port):  # before the model is loaded
+    with _name_address_in_errors(args.host, args.port):  # before the model is loaded
         socket.create_server((args.host, args.port)).close()
-    with open_model(args.model, lora=lora, engine=engine, **given) as model:
+    with open_model(args.model, lora=lora, engine=engine, **loop_settings) as model:
         name = args.name or args.model
-        bounds = dict(expiry_s=args.expiry_s, most=args.sessions)
+        bounds = dict(expiry_s=args.expiry_s, max_sessions=args.sessions)
         service = Service(model, name, args.lora, folder=args.folder, **bounds)
         _, address = start_server(service, keys, args.host, args.port)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -67,7 +67,8 @@ def main(argv: list[str] | None = None) -> None:
         service.work()
 
 
-def _setting(argument: str) -> tuple[str, Any]:
+def _parse_setting(argument: str) -> tuple[str, Any]:
+    """Returns the name and value of an argument --SECTION.NAME=VALUE."""
     name, equals, text = argument.removeprefix("--").partition("=")
     if not argument.startswith("--") or not equals or "." not in name:
         raise UserError(f"{argument!r} is no argument; settings are --SECTION.NAME=VALUE")
@@ -113,13 +114,14 @@ def start_server(service: Service, keys: Sequence[str], host: str, port: int) ->
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="jppo-tinker", daemon=True).start()
     server = HttpServer(answer, lambda key: _owner_of(key, keys), _refusal)
-    with _named_address(host, port):
+    with _name_address_in_errors(host, port):
         host, port = asyncio.run_coroutine_threadsafe(server.start(host, port), loop).result()
     return server, f"http://{host}:{port}"
 
 
 @contextlib.contextmanager
-def _named_address(host: str, port: int) -> Iterator[None]:
+def _name_address_in_errors(host: str, port: int) -> Iterator[None]:
+    """Turns an OSError of the block into a UserError with the address."""
     try:
         yield
     except OSError as e:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jppo.errors import BadRequest, UserError
 from jppo.http_server import HttpReply, json_reply
-from jppo.run.api.engine import Kept
+from jppo.run.api.engine import KeptWeights
 from jppo.run.api.model import Model
 from jppo.tinker.requests import samples_message
 
@@ -26,9 +26,9 @@ _MOST_UNFINISHED, _MOST_WAITING = 4096, 2**28  # futures of a session, and bytes
 class SampleRequest:
     """A request for responses to a prompt, for its log-probs, or for both."""
 
-    weights: Kept
+    weights: KeptWeights
     prompt: np.ndarray
-    how: dict[str, Any]  # arguments of `Model.sample`
+    options: dict[str, Any]  # arguments of `Model.sample`
     scored: int | None  # last tokens of the prompt to score; None: none
 
 
@@ -53,9 +53,10 @@ class Future:
         self.loop.call_soon_threadsafe(self._settle)
 
     def _settle(self) -> None:
+        """Wakes who waits for the reply, and frees its place in the session's bounds; on the server's loop."""
         self.done.set()
         self.session.unfinished -= 1
-        self.session.waiting -= self.size
+        self.session.unfinished_bytes -= self.size
 
     def fail(self, error: Exception) -> None:
         """Sets an error: one line of a mistake in the request; of others the type only, and their trace is printed."""
@@ -72,10 +73,10 @@ class SessionModel:
 
     id: str
     model: Model | None = None
-    next: int = 1
-    held: dict[int, Future] = dataclasses.field(default_factory=dict)  # by number
-    kept: dict[str, Kept] = dataclasses.field(default_factory=dict)  # named weights for sampling
-    unnamed: collections.deque[str] = dataclasses.field(default_factory=collections.deque)  # samplers
+    next_number: int = 1  # of the next request to queue
+    early_futures: dict[int, Future] = dataclasses.field(default_factory=dict)  # by number; a lower one is missing
+    named_weights: dict[str, KeptWeights] = dataclasses.field(default_factory=dict)  # to sample from
+    unnamed_samplers: collections.deque[str] = dataclasses.field(default_factory=collections.deque)  # ids
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,58 +85,58 @@ class Session:
 
     id: str
     owner: str
-    seen: float
-    runs: dict[str, SessionModel] = dataclasses.field(default_factory=dict)
-    samplers: dict[str, Kept | None] = dataclasses.field(default_factory=dict)  # None: expired
+    last_seen: float  # of a request or heartbeat, by time.monotonic
+    models: dict[str, SessionModel] = dataclasses.field(default_factory=dict)
+    samplers: dict[str, KeptWeights | None] = dataclasses.field(default_factory=dict)  # None: expired
     futures: dict[str, Future] = dataclasses.field(default_factory=dict)
     unfinished: int = 0  # futures
-    waiting: int = 0  # bytes of their requests
+    unfinished_bytes: int = 0  # of their requests
     ended: bool = False
 
     def accept(self, future: Future, *, needed: bool = False) -> Future:
         """Adds a future, on the server's loop, beyond the bounds if `needed`; forgets results beyond _MOST_RESULTS."""
-        full = self.unfinished >= _MOST_UNFINISHED or self.waiting + future.size > _MOST_WAITING
+        full = self.unfinished >= _MOST_UNFINISHED or self.unfinished_bytes + future.size > _MOST_WAITING
         if full and not needed:
             raise BadRequest(f"{self.unfinished} requests of the session wait; send more after a result", status=429)
         self.unfinished += 1
-        self.waiting += future.size
+        self.unfinished_bytes += future.size
         self.futures[future.id] = future
         if len(self.futures) - self.unfinished > _MOST_RESULTS:
-            for old in [one for one in self.futures.values() if one.reply is not None][: -_MOST_RESULTS // 2]:
-                del self.futures[old.id]
+            finished = [id for id, accepted in self.futures.items() if accepted.reply is not None]
+            for id in finished[: -_MOST_RESULTS // 2]:
+                del self.futures[id]
         return future
 
-    def name_sampler(self, id: str, kept: Kept | None) -> None:
+    def name_sampler(self, id: str, weights: KeptWeights | None) -> None:
         """Adds a sampler, or uses it; forgets the least recently used ones beyond _MOST_SAMPLERS."""
         self.samplers.pop(id, None)
-        self.samplers[id] = kept
+        self.samplers[id] = weights
         while len(self.samplers) > _MOST_SAMPLERS:
             del self.samplers[next(iter(self.samplers))]
 
 
-def answer_samples(base: Model, jobs: Sequence[Future]) -> None:
-    """Answers requests of one group: they have the same weights and sampling, and all are scored or none."""
-    asked = [job.sample for job in jobs if job.sample is not None]
-    first = asked[0]
-    scores: list[np.ndarray | None] = [None] * len(asked) if first.scored is None else _scores(base, asked)
-    roomy = len(first.prompt) <= base.settings.data.max_prompt_length
-    trajectories = iter(
-        base.sample([request.prompt for request in asked], weights=first.weights, **first.how) if roomy else []
-    )
-    for job, score in zip(jobs, scores, strict=True):
-        samples = list(itertools.islice(trajectories, first.how["n"]))
+def answer_samples(base: Model, futures: Sequence[Future]) -> None:
+    """Samples and scores for the futures of one group, whose weights and options are equal, and finishes them."""
+    requests = [future.sample for future in futures if future.sample is not None]
+    first = requests[0]
+    scores: list[np.ndarray | None] = [None] * len(requests) if first.scored is None else _scores(base, requests)
+    fits = len(first.prompt) <= base.settings.data.max_prompt_length  # else the prompt is scored only
+    prompts = [request.prompt for request in requests]
+    trajectories = iter(base.sample(prompts, weights=first.weights, **first.options) if fits else [])
+    for future, prompt_scores in zip(futures, scores, strict=True):
+        samples = list(itertools.islice(trajectories, first.options["n"]))
         if any(t.finish == "abort" for t in samples):
             raise RuntimeError("the engine aborted a response")
-        told = [(t.tokens[t.sampled], t.logprob[t.sampled], t.finish == "length") for t in samples]
-        job.finish(samples_message(told, score))
+        results = [(t.tokens[t.sampled], t.logprob[t.sampled], t.finish == "length") for t in samples]
+        future.finish(samples_message(results, prompt_scores))
 
 
-def _scores(base: Model, asked: Sequence[SampleRequest]) -> list[np.ndarray | None]:
-    """Returns the log-probs of the prompts' last tokens, NaN for the others."""
-    longer = [request.prompt for request in asked if len(request.prompt) > 1]  # the first token has no log-prob
-    rows = iter(base.logprobs(base.examples(longer), weights=asked[0].weights) if longer else [])
+def _scores(base: Model, requests: Sequence[SampleRequest]) -> list[np.ndarray | None]:
+    """Returns the log-probs of each prompt's tokens [t]: the last `scored` of them, NaN for the others."""
+    scorable = [request.prompt for request in requests if len(request.prompt) > 1]  # the first token has no log-prob
+    rows = iter(base.logprobs(base.examples(scorable), weights=requests[0].weights) if scorable else [])
     scores: list[np.ndarray | None] = []
-    for request in asked:
+    for request in requests:
         score = np.full(len(request.prompt), np.nan, np.float32)
         if len(request.prompt) > 1 and request.scored:
             score[-request.scored :] = next(rows)[: len(request.prompt) - 1][-request.scored :]

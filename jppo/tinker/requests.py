@@ -84,10 +84,10 @@ def field(body: Body, name: str, kind: type, default: Any = None) -> Any:
     value = body.get(name, default)
     if value is None and kind is not float:
         value = default
-    right = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+    valid = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
     if kind in _LARGEST:
-        right = right and -_LARGEST[kind] <= value <= _LARGEST[kind]
-    if not right:
+        valid = valid and -_LARGEST[kind] <= value <= _LARGEST[kind]
+    if not valid:
         within = f" and at most {_LARGEST[kind]:g}" if kind in _LARGEST else ""
         raise BadRequest(f"{name}={str(body.get(name))[:60]!r} must be of type {kind.__name__}{within}")
     return value
@@ -101,7 +101,7 @@ def require_known(where: str, body: Body, known: Collection[str]) -> None:
 
 
 def name_of(body: Body, default: str) -> str:
-    """Returns the name of a checkpoint."""
+    """Returns the name that the request gives a checkpoint; raises BadRequest for one that is not safe as a path."""
     name: str = field(body, "path", str, default)
     if not _NAME.fullmatch(name):
         raise BadRequest(f"path={name[:120]!r} must be a name of letters, digits, '.', '_' and '-', at most 100")
@@ -119,13 +119,13 @@ def adam_options(body: Body) -> dict[str, float]:
 
 def require_model(body: Body, name: str, rank: int) -> int | None:
     """Raises BadRequest for a model that this server does not train; returns the seed."""
-    if (asked := field(body, "base_model", str)) != name:
-        raise BadRequest(f"base_model={asked[:120]!r} is not served; it is {name!r}", status=422)
+    if (wanted := field(body, "base_model", str)) != name:
+        raise BadRequest(f"base_model={wanted[:120]!r} is not served; it is {name!r}", status=422)
     lora: Body = field(body, "lora_config", dict, {"rank": 0})
     require_known("lora_config.", lora, ("rank", "seed", "train_unembed", "train_mlp", "train_attn"))
-    if (asked := field(lora, "rank", int)) != rank:
+    if (wanted := field(lora, "rank", int)) != rank:
         kind = f"adapters of rank {rank}" if rank else "whole weights, asked for by rank 0"
-        raise BadRequest(f"lora_config.rank={asked}: this server trains {kind}; see --lora", status=422)
+        raise BadRequest(f"lora_config.rank={wanted}: this server trains {kind}; see --lora", status=422)
     for part in ("train_mlp", "train_attn"):
         if not field(lora, part, bool, True):
             raise BadRequest(f"lora_config.{part}=False is not supported; leave it out", status=422)
@@ -142,14 +142,14 @@ def loss_options(request: GradientRequest) -> tuple[str, dict[str, Any]]:
     known = _OPTIONS.get(request.loss, {})
     for name in request.options.keys() - known.keys():
         raise BadRequest(f"loss_fn_config[{name[:60]!r}] is not supported by {request.loss}; leave it out")
-    given, options = known | request.options, dict[str, Any](loss_agg_mode="token-sum")
+    values, options = known | request.options, dict[str, Any](loss_agg_mode="token-sum")
     if known is _CLIPS:
-        options["clip_ratio_low"] = 1.0 - given["clip_low_threshold"]
-        options["clip_ratio_high"] = given["clip_high_threshold"] - 1.0
+        options["clip_ratio_low"] = 1.0 - values["clip_low_threshold"]
+        options["clip_ratio_high"] = values["clip_high_threshold"] - 1.0
     if request.loss == "ppo":
         options["clip_ratio_c"] = _NO_DUAL_CLIP
     if request.loss == "dro":
-        options["dro_beta"] = given["beta"]
+        options["dro_beta"] = values["beta"]
     return request.loss, options
 
 
@@ -177,17 +177,17 @@ def loss_inputs(data: Sequence[Datum], loss: str) -> tuple[list[np.ndarray], lis
     return [datum.tokens for datum in data], targets, {_NAMES[name]: column for name, column in arrays.items()}
 
 
-def prompt_tokens(body: Body, longest: int, vocabulary: int) -> np.ndarray:
-    """Returns the tokens to continue."""
+def prompt_tokens(body: Body, max_prompt: int, vocabulary: int) -> np.ndarray:
+    """Returns the prompt's tokens [t] i32, 1 to `max_prompt`; raises BadRequest for others."""
     require_known("", body, _SAMPLE)
     tokens = list[int]()
     for chunk in field(field(body, "prompt", dict), "chunks", list):
         if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
             raise BadRequest("prompt has an image or audio; jppo reads text only: send tokens")
         tokens += field(chunk, "tokens", list)
-    if not 1 <= len(tokens) <= longest:
+    if not 1 <= len(tokens) <= max_prompt:
         raise BadRequest(
-            f"the prompt has {len(tokens)} tokens; it must have 1 to {longest}: see data.max_prompt_length"
+            f"the prompt has {len(tokens)} tokens; it must have 1 to {max_prompt}: see data.max_prompt_length"
         )
     if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
         raise BadRequest(f"the prompt has a token outside of 0 to {vocabulary - 1}; take the model's tokenizer")
@@ -195,25 +195,25 @@ def prompt_tokens(body: Body, longest: int, vocabulary: int) -> np.ndarray:
 
 
 def scored_count(body: Body, prompt: np.ndarray) -> int | None:
-    """Returns how many of the prompt's last tokens get log-probs; None: there are none to return."""
-    asked = field(body, "prompt_logprobs", bool, False)
-    last = body.get("prompt_logprobs_last_n")
-    if not asked:
-        require_known("", {"prompt_logprobs_last_n (without prompt_logprobs)": last}, ())
+    """Returns how many of the prompt's last tokens get log-probs; None: the request wants none."""
+    wants_scores = field(body, "prompt_logprobs", bool, False)
+    count = body.get("prompt_logprobs_last_n")
+    if not wants_scores:
+        require_known("", {"prompt_logprobs_last_n (without prompt_logprobs)": count}, ())
         return None
-    last = max(1, len(prompt) - 1) if last is None else field(body, "prompt_logprobs_last_n", int)
-    if not 1 <= last <= max(1, len(prompt) - 1):
-        raise BadRequest(f"prompt_logprobs_last_n={last} must be 1 to {len(prompt) - 1}, one less than the prompt")
-    return last
+    count = max(1, len(prompt) - 1) if count is None else field(body, "prompt_logprobs_last_n", int)
+    if not 1 <= count <= max(1, len(prompt) - 1):
+        raise BadRequest(f"prompt_logprobs_last_n={count} must be 1 to {len(prompt) - 1}, one less than the prompt")
+    return count
 
 
-def sampling_options(body: Body, longest: int, vocabulary: int) -> dict[str, Any]:
-    """Returns the arguments of `Model.sample`."""
+def sampling_options(body: Body, max_tokens: int, vocabulary: int) -> dict[str, Any]:
+    """Returns the arguments of `Model.sample`; `max_tokens` is the largest and the default."""
     params = field(body, "sampling_params", dict)
     require_known("sampling_params.", params, _SAMPLING)
     options = dict[str, Any](
         n=field(body, "num_samples", int, 1),
-        max_tokens=field(params, "max_tokens", int, longest),
+        max_tokens=field(params, "max_tokens", int, max_tokens),
         temperature=float(field(params, "temperature", float, 1.0)),
         top_k=field(params, "top_k", int, -1),
         top_p=float(field(params, "top_p", float, 1.0)),
@@ -229,7 +229,7 @@ def sampling_options(body: Body, longest: int, vocabulary: int) -> dict[str, Any
         if re.search("[\ud800-\udfff]", "".join(options["stop"])):
             raise BadRequest("stop has half a character; send valid Unicode")
         options["stop_ids"] = tuple(one for one in texts if not isinstance(one, str))
-    require_sampling(options, most={"n": _MOST_SAMPLES, "max_tokens": longest}, vocabulary=vocabulary)
+    require_sampling(options, limits={"n": _MOST_SAMPLES, "max_tokens": max_tokens}, vocabulary=vocabulary)
     return options
 
 
@@ -243,6 +243,7 @@ def checkpoint_folder(folder: pathlib.Path, owner: str, name: str) -> pathlib.Pa
 
 
 def _make_messages() -> dict[str, Any]:
+    """Makes protobuf's classes of the messages in _SCHEMA."""
     file = descriptor_pb2.FileDescriptorProto(name="jppo_tinker.proto", package="jppo", syntax="proto3")
     for name, fields in _SCHEMA.items():
         message = file.message_type.add(name=name)
@@ -277,8 +278,8 @@ def excess_parts(message: Message) -> str:
     parts = len(message.data) + len(message.options)
     if parts <= _MOST_PARTS:
         parts += sum(len(datum.chunks) + len(datum.inputs) for datum in message.data)
-    excess = f"the request has {parts} examples and arrays or more; send at most {_MOST_PARTS}"
-    return excess if parts > _MOST_PARTS else ""
+    problem = f"the request has {parts} examples and arrays or more; send at most {_MOST_PARTS}"
+    return problem if parts > _MOST_PARTS else ""
 
 
 def read_gradient(message: Message) -> GradientRequest:
@@ -287,11 +288,12 @@ def read_gradient(message: Message) -> GradientRequest:
     for entry in message.options:
         if not math.isfinite(options.get(entry.key, math.nan)):
             raise BadRequest(f"loss_fn_config[{entry.key[:60]!r}] must be a finite number")
-    data = [_datum(one, row) for row, one in enumerate(message.data)]
+    data = [_read_datum(one, row) for row, one in enumerate(message.data)]
     return GradientRequest(data, message.loss, options, message.forward_only)
 
 
-def _datum(datum: Message, row: int) -> Datum:
+def _read_datum(datum: Message, row: int) -> Datum:
+    """Reads the example number `row` of a message; raises BadRequest for an array that jppo does not train on."""
     if any(not chunk.HasField("encoded_text") for chunk in datum.chunks):
         raise BadRequest(f"data[{row}].model_input has an image or audio; jppo reads text only: send tokens")
     inputs = dict[str, np.ndarray]()
@@ -302,11 +304,11 @@ def _datum(datum: Message, row: int) -> Datum:
             raise BadRequest(f"data[{row}].{name} must be a dense array of float32 or int64")
         if len(tensor.shape) > 1:
             raise BadRequest(f"data[{row}].{name} has the shape {tensor.shape[:8]}; give one number for each token")
-        inputs[name] = _array(tensor.dense, dtype)
-    return Datum(_array(b"".join(chunk.encoded_text.tokens for chunk in datum.chunks), np.dtype("<i4")), inputs)
+        inputs[name] = _read_array(tensor.dense, dtype)
+    return Datum(_read_array(b"".join(chunk.encoded_text.tokens for chunk in datum.chunks), np.dtype("<i4")), inputs)
 
 
-def _array(raw: bytes, dtype: np.dtype[Any]) -> np.ndarray:
+def _read_array(raw: bytes, dtype: np.dtype[Any]) -> np.ndarray:
     if len(raw) % dtype.itemsize:
         raise BadRequest(f"an array has {len(raw)} bytes; it must have {dtype.itemsize} for each number")
     return np.frombuffer(raw, dtype)
@@ -318,8 +320,8 @@ def gradient_message(logprobs: Sequence[np.ndarray], metrics: dict[str, float]) 
     offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype("<i8")
     arrays = {"data": b"".join(row.tobytes() for row in rows), "offsets": offsets.tobytes(), "dtype": FLOAT32}
     record = {"columns": [{"key": _LOGPROBS, "value": arrays}], "rows": len(rows)}
-    told = [{"key": name, "value": float(value)} for name, value in metrics.items()]
-    output = MESSAGES["ForwardBackwardOutput"](type="ArrayRecord", record=record, metrics=told)
+    metric_fields = [{"key": name, "value": float(value)} for name, value in metrics.items()]
+    output = MESSAGES["ForwardBackwardOutput"](type="ArrayRecord", record=record, metrics=metric_fields)
     return bytes(output.SerializeToString())
 
 

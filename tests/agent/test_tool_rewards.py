@@ -129,7 +129,7 @@ def test_gae_credits_the_turn_and_a_group_sees_the_sum(plain):
     rewards = [graded(t, "environment_score=off,tool_score=1") for t in held]
     assert [one.score for one in rewards] == [-1.0, -1.5, 0.0]
     longest = max(len(t.tokens) for t in held)
-    data = batch.flatten(held, rewards, np.zeros(3, np.int32), shape=(4, longest), earns=True)
+    data = batch.flatten(held, rewards, np.zeros(3, np.int32), shape=(4, longest), has_earned=True)
     value = np.random.default_rng(0).normal(size=data.mask.shape).astype(np.float32)
     how = dict(kl_penalty=None, correction=None, bypass=True)
 

@@ -198,7 +198,7 @@ class Learner:
         rewards = [Reward(x, {}, None, unusable="said so" if i in unusable else None) for i, x in enumerate(scores)]
         group = episodes.comparison_groups(np.isnan(scores), 2)
         data = batch.flatten(trajectories, rewards, group, shape=self.shape)
-        micros = batch.micros(data, trajectories, plan=plan, mesh=self.mesh)
+        micros = batch.pack_micros(data, trajectories, plan=plan, mesh=self.mesh)
         data = ppo.with_old_logprob(self.passes, self.recipe, data, micros, policy)
         data = ppo.with_reference(self.passes, self.recipe, data, micros, policy, reference)
         data = ppo.with_values(self.passes, data, micros, value)

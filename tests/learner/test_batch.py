@@ -46,7 +46,7 @@ def test_a_group_has_the_usable_samples_of_a_prompt(unusable, n, expected):
 )
 def test_what_a_sample_cannot_be_learned_from_is_said_once(rewards, baseline, compared, expected):
     prompts, some = [sample("").prompt] * 2, [trajectory([1, 2], [0, 1])] * 4
-    found = make_episodes(prompts, some, rewards, baseline, compared=compared)
+    found = make_episodes(prompts, some, rewards, baseline, compares=compared)
     for reward, why in zip(found.rewards, expected, strict=True):
         assert reward.unusable is None if why is None else why in reward.unusable
     assert found.group.tolist() == ([0, 1, 2, 2] if REFUSED in rewards else [0, 0, 2, 2])
@@ -92,7 +92,7 @@ def test_a_given_response_is_marked_and_learned_however_it_was_cut():
     shown = dataclasses.replace(sampled, version=np.int32([-1, -1, -1]), logprob=np.zeros(3, np.float32))
     some, rewards = [dataclasses.replace(t, finish="length") for t in (sampled, shown)], [GRADED, GRADED]
     how = dict(shape=(3, 2), filter_truncated=True)
-    data = batch.flatten(some, rewards, np.zeros(2, np.int32), gives=True, **how)
+    data = batch.flatten(some, rewards, np.zeros(2, np.int32), has_given=True, **how)
     assert data["given"].tolist() == [False, True, False] and data["given"].dtype == np.bool_
     np.testing.assert_array_equal(data.mask, [[0, 0], [1, 1], [0, 0]])
     np.testing.assert_array_equal(data.sampled, np.zeros((3, 2)))
@@ -128,7 +128,7 @@ def test_the_way_to_rows_and_back(kind):
         some = drawn(rng, rng.permutation(list("aaaabbbcc")).tolist())
         data = batch.flatten(some, [GRADED, FAILED] * 4 + [GRADED], np.zeros(9, np.int32), shape=(12, 13))
         x = np.where(data.mask, rng.normal(size=data.mask.shape), 0.0).astype(np.float32)
-        micros = batch.micros(data, some, plan=plan, mesh=mesh)
+        micros = batch.pack_micros(data, some, plan=plan, mesh=mesh)
         packed = [(m.host, batch.pack_like(data, x, m.host)) for m in micros]
         np.testing.assert_array_equal(batch.unpack_rows(data, packed), x)
         data.mask[:] &= rng.random(data.mask.shape) < 0.8

@@ -48,7 +48,7 @@ def test_all_branches_of_an_episode_have_its_columns():
     ]
     rewards = [Reward(score, {}, None) for score in SCORES]
     prompts = [dataclasses.replace(sample("").prompt, uid=uid) for uid in "ab"]
-    made = with_branches(make_episodes(prompts, episodes, rewards, None, compared=False), lambda _: lambda _: ())
+    made = with_branches(make_episodes(prompts, episodes, rewards, None, compares=False), lambda _: lambda _: ())
     value, weight = {"a": 0.25, "b": 0.75}, {"a": 2.0, "b": -1.0}
     columns = {"weight": weight, "value": value}
     columns = {name: np.float32([by_uid[p.uid] for p in made.prompts]) for name, by_uid in columns.items()}
@@ -76,7 +76,7 @@ def test_a_group_has_each_episode_once_with_all_its_branches(name):
         first, *others = (trajectory(rng.random(6) < 0.7, str(i)) for _ in range(1 + count))
         episodes.append(dataclasses.replace(first, branches=tuple(others)))
     rewards = [Reward(score, {}, None) for score in SCORES]
-    made = make_episodes([sample("").prompt], episodes, rewards, None, compared=True)
+    made = make_episodes([sample("").prompt], episodes, rewards, None, compares=True)
     all_of_them = with_branches(made, lambda _: lambda _: ())
     of_rows = all_of_them.trajectories, all_of_them.rewards, all_of_them.group
     data = batch.flatten(*of_rows, shape=(12, 6), episode=all_of_them.first)

@@ -31,7 +31,7 @@ def trajectory(sampled, uid):
 def flat(rewards, *, earns=True, n=1):
     some = [trajectory(sampled, uid) for uid, (sampled, _, _) in CASES.items() for _ in range(n)]
     group = np.repeat(np.arange(len(CASES)) * n, n).astype(np.int32)
-    return batch.flatten(some, rewards, group, shape=(len(some) + 1, 6), earns=earns)
+    return batch.flatten(some, rewards, group, shape=(len(some) + 1, 6), has_earned=earns)
 
 
 def made(estimator, data, *, rng=None):

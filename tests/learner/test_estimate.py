@@ -131,7 +131,7 @@ def test_the_mismatch_is_measured_over_sampled_tokens(batch):
 def test_weights_are_capped_and_rejected_tokens_are_counted(batch, normalize):
     rules = (("token_k1", 0.3, 3.0),)
     what = estimate.Correction(level="token", lower=None, upper=1.5, normalize=normalize, rules=rules)
-    found, metrics = estimate.corrected(what, batch)
+    found, metrics = estimate.correct_mismatch(what, batch)
     d = batch["old_logprob"] - batch.rollout_logprob
     kept = batch.mask & (-d >= np.log(0.3)) & (-d <= np.log(3.0))
     lost, weight = batch.mask & ~kept, np.minimum(np.exp(d), 1.5)
@@ -179,7 +179,7 @@ def test_given_rows_change_nothing_of_sampled_ones(seed, level, normalize):
     few = without_given(batch)
     assert_same(estimate.mismatch(batch), {name: float(x) for name, x in estimate.mismatch(few).items()})
     what = estimate.Correction(level=level, lower=None, upper=1.5, normalize=normalize, rules=RULES)
-    (found, metrics), (expected, of_few) = estimate.corrected(what, batch), estimate.corrected(what, few)
+    (found, metrics), (expected, of_few) = estimate.correct_mismatch(what, batch), estimate.correct_mismatch(what, few)
     assert_same(metrics, {name: float(x) for name, x in of_few.items()})
     np.testing.assert_array_equal(found.mask[~where], expected.mask)
     np.testing.assert_allclose(found["weight"][~where], expected["weight"], rtol=1e-5)

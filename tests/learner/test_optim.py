@@ -211,7 +211,7 @@ def test_numbers_are_hashed_as_by_murmurhash3():
     """Known hashes of MurmurHash3 (x86, 32 bits) for empty data, which are the last step alone, of the seed."""
     for seed, expected in ((0, 0), (1, 0x514E28B7), (2**32 - 1, 0x81F16F39)):
         x = (seed * pow(0x9E3779B9, -1, 2**32) - 1) % 2**32  # of which the odd number first makes the seed
-        assert int(optim.mixed(jnp.uint32(x))) == expected
+        assert int(optim.hash32(jnp.uint32(x))) == expected
 
 
 @pytest.mark.parametrize("name", list(catalogue.OPTIMIZERS))
@@ -237,7 +237,9 @@ def test_the_step_of_cpus_and_that_of_gpus_are_one(good):
         return optax.apply_updates(params, updates), opt
 
     old = params, tx.init(params)
-    found = [jax.jit(functools.partial(how, good, step))(*old) for how in (optim.branched, optim.selected)]
+    found = [
+        jax.jit(functools.partial(how, good, step))(*old) for how in (optim.step_by_branch, optim.step_by_selection)
+    ]
     chex.assert_trees_all_close(*found, rtol=1e-6)
     assert bool(jnp.all(found[0][0]["w"] == params["w"])) is not good
 
@@ -309,8 +311,8 @@ def test_state_of_any_optimizer_is_sharded_as_its_parameters(name):
     whole = state.begin_state(
         state.load_sharded(what, "", init="random", key=jax.random.key(0)), values, None, None, seed=0
     )
-    portable = state.portable(whole, spare)
-    cut, back = portable.policy_opt, state.placed(portable, spare, whole).policy_opt
+    portable = state.remove_padding(whole, spare)
+    cut, back = portable.policy_opt, state.restore_padding(portable, spare, whole).policy_opt
     assert jax.tree.map(lambda x: (x.shape, x.sharding), back) == jax.tree.map(lambda x: (x.shape, x.sharding), values)
     short = [x for x in jax.tree.leaves(cut) if x.shape[:1] == (1001,)]
     assert len(short) == sum(1 for n in jax.tree.leaves(spare) if n) > 0

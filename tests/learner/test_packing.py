@@ -165,7 +165,7 @@ def test_rows_that_are_shared_have_as_much_attention():
 
 def test_of_rows_with_equal_attention_the_emptier_one_is_filled():
     """5² = 4² + 3²: the row with 5 tokens has more room than that with 7."""
-    assert packing._evened([[0, 1, 2, 3]], 2, [5, 4, 3, 2], 9) == [[0, 3], [1, 2]]
+    assert packing._balance_rows([[0, 1, 2, 3]], 2, [5, 4, 3, 2], 9) == [[0, 3], [1, 2]]
 
 
 @pytest.mark.parametrize("sizes,counts", [((12, 8), (4,)), ((12, 6), (4, 1)), ((), (4, 1))])

@@ -166,7 +166,7 @@ def test_log_probs_are_those_of_whole_rows_where_an_opening_text_makes_the_promp
     for kind, row in (("none", 31), ("prefix", 256)):
         p = packing.make_plan(kind, max_tokens_per_row=row, shared=(8, 23), **how)
         data = batch.flatten(some, [Reward(0.0, {}, None)] * 12, np.zeros(12, np.int32), shape=ours.shape)
-        micros = batch.micros(data, some, plan=p, mesh=ours.mesh)
+        micros = batch.pack_micros(data, some, plan=p, mesh=ours.mesh)
         data = ppo.with_old_logprob(ours.passes, ours.recipe, data, micros, ours.weights("actor", 0))
         found[kind] = data["old_logprob"]
         assert kind == "none" or (micros[0].host.segment[0] == -1).any()

@@ -114,7 +114,7 @@ def learn(made, *, kind="none", tokens_per_micro=10**6, order=None, tools=None):
     rewards = [Reward(SCORES[i], part, None) for i, part in zip(order, parts, strict=True)]
     how = dict(shape=(B, LONGEST), parts=made.algorithm.parts)
     flat = batch.flatten(trajectories, rewards, group, SCORES[order] / 2, **how)
-    micros = batch.micros(flat, trajectories, plan=plan, mesh=mesh)
+    micros = batch.pack_micros(flat, trajectories, plan=plan, mesh=mesh)
     flat = ppo.with_old_logprob(passes, made, flat, micros, tables["old"])
     flat = ppo.with_reference(passes, made, flat, micros, tables["old"], tables["reference"])
     flat = ppo.with_values(passes, flat, micros, tables["value"])

@@ -12,7 +12,7 @@ import transformers
 from jppo import settings
 from jppo.errors import UserError
 from jppo.learner import packing, ppo, score
-from jppo.learner.make import replayed
+from jppo.learner.make import replayed_experts
 from jppo.models import config_reader, decoder, hf_write, params
 from jppo.runlog import trajectories as saved
 from tests.make import trajectory
@@ -208,12 +208,12 @@ def test_replay_is_refused_without_experts_or_an_engine_that_returns_them():
     c = settings.default()
     c.rollout.routing_replay = True
     cfg, _, _ = made()
-    assert replayed(c, cfg) == (LAYERS, K)
+    assert replayed_experts(c, cfg) == (LAYERS, K)
     with pytest.raises(UserError, match=r"routing_replay=True: the qwen3_moe model of model.path has no experts"):
-        replayed(c, dataclasses.replace(cfg, experts=None))
+        replayed_experts(c, dataclasses.replace(cfg, experts=None))
     c.model.path, c.data.train_files, c.data.val_files, c.rollout.name = "m", "t", "v", "sglang"
     with pytest.raises(UserError, match=r"routing_replay=True needs the experts.*'sglang' does not.*vllm or inprocess"):
         settings.check(c)
     c.rollout.routing_replay = False
     settings.check(c)
-    assert replayed(c, cfg) is None
+    assert replayed_experts(c, cfg) is None

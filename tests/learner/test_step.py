@@ -52,10 +52,12 @@ def test_the_order_is_drawn_anew_for_each_step_model_and_epoch():
 
 def test_a_step_of_another_size_is_ordered_by_the_same_program():
     """A short step of dynamic sampling, or branches of agents: the program was compiled before the first step."""
-    step.order(state(), 0, 0, 0, shuffle=True, most=40)
+    step.order(state(), 0, 0, 0, shuffle=True, max_count=40)
     with compilations() as seen:
         orders = [
-            step.order(state(step=s), 0, 0, count, shuffle=True, most=40) for s in range(3) for count in (40, 31, 7)
+            step.order(state(step=s), 0, 0, count, shuffle=True, max_count=40)
+            for s in range(3)
+            for count in (40, 31, 7)
         ]
     assert not seen
     assert [sorted(order) for order in orders] == [list(range(count)) for count in (40, 31, 7)] * 3

@@ -11,9 +11,10 @@ from jppo.data.tokenizer import decode
 from jppo.errors import UserError
 from jppo.learner.ppo import Learner
 from jppo.models.lora import Lora
-from jppo.rollout.inprocess import Source
+from jppo.rollout.inprocess import InprocessEngine, Source
 from jppo.rollout.make import make_publish_settings
 from jppo.rollout.publish import publish_base, publish_policy
+from jppo.rollout.servers.fleet import ServerEngine
 from jppo.run.agreement import LogpGap, Mismatch, disagreement, limits
 from jppo.run.api.responses import Responses
 from jppo.settings import Loop
@@ -21,7 +22,7 @@ from jppo.types import Params, Prompt, Sampling, TrainState, Trajectory
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kept:
+class KeptWeights:
     """A copy of a policy's trained weights, to sample from."""
 
     learned: Params
@@ -29,38 +30,45 @@ class Kept:
 
 
 class Engine:
-    """The engine, or none, with the owner of its weights."""
+    """The rollout engine, if the model was opened with one, and whose weights it has."""
 
     def __init__(
-        self, c: Loop, learner: Learner, served: Any, adapters: Lora | None, tokenizer: Any, ends: Sequence[int]
+        self,
+        c: Loop,
+        learner: Learner,
+        started: ServerEngine | InprocessEngine | None,
+        adapters: Lora | None,
+        tokenizer: Any,
+        end_ids: Sequence[int],
     ):
+        """`started` is of `open_engine`, None without an engine; `end_ids` are the tokens that end a response."""
         self._c, self._learner, self._adapters = c, learner, adapters
         self._sampler: Source | None = None
-        if served is not None:
-            self._sampler = served.ready(eos_token_ids=ends, decode=lambda ids: decode(tokenizer, ids))
+        if started is not None:
+            self._sampler = started.ready(eos_token_ids=end_ids, decode=lambda ids: decode(tokenizer, ids))
         self._base_published = False
         self._version = -1
         self._unfiltered = True  # all samples of this version are of the trainer's distribution
-        self.holds: object = None  # the model, or the Kept, whose weights the engine has
+        self.weights_owner: object = None  # the model or KeptWeights whose weights the engine has
         self.closed = False
 
     def publish(self, owner: object, now: TrainState) -> None:
         """Gives the engine, if any, the policy of `now`."""
         if self._sampler is None:
             return
-        self.holds, self._unfiltered = None, True
+        self.weights_owner, self._unfiltered = None, True
         self._version = max(self._version + 1, int(now.step))
         numbered = dataclasses.replace(now, step=np.asarray(self._version, np.int32))
-        how = make_publish_settings(self._c, self._adapters)
+        publish_settings = make_publish_settings(self._c, self._adapters)
         if not self._base_published:
-            publish_base(how, self._learner, self._sampler, self._version)
+            publish_base(publish_settings, self._learner, self._sampler, self._version)
             self._base_published = True
-        publish_policy(how, self._learner, self._sampler, numbered)
-        self.holds = owner
+        publish_policy(publish_settings, self._learner, self._sampler, numbered)
+        self.weights_owner = owner
 
-    def ensure(self, kept: Kept) -> None:
-        """Gives the engine the kept weights, unless it has them."""
-        if self.holds is not kept:
+    def ensure_published(self, kept: KeptWeights) -> None:
+        """Publishes the kept weights to the engine, unless it has them."""
+        if self.weights_owner is not kept:
             self.publish(kept, kept.state)
 
     def generate(self, prompts: list[Prompt], options: Sampling) -> list[Trajectory]:
@@ -68,8 +76,9 @@ class Engine:
         if self._sampler is None:
             raise UserError("this model was opened without an engine; open it with engine='inprocess' or 'vllm'")
         r = self._c.rollout
-        usual = options.temperature == r.temperature and (options.top_p, options.top_k, options.min_p) == (1.0, -1, 0.0)
-        self._unfiltered = self._unfiltered and usual
+        cuts = (options.top_p, options.top_k, options.min_p)
+        unfiltered = options.temperature == r.temperature and cuts == (1.0, -1, 0.0)
+        self._unfiltered = self._unfiltered and unfiltered
         return self._sampler.generate(prompts, options, version=self._version)
 
     def require_match(self, c: Loop, responses: Responses, logprob: np.ndarray) -> None:
@@ -84,11 +93,11 @@ class Engine:
 
     def forget(self, owner: object) -> None:
         """Forgets that the engine has the weights of `owner`, which have changed."""
-        if self.holds is owner:
-            self.holds = None
+        if self.weights_owner is owner:
+            self.weights_owner = None
 
     def close(self) -> None:
         """Drops the weights; the caller closes the engine."""
-        self.closed, self.holds = True, None
+        self.closed, self.weights_owner = True, None
         if self._sampler is not None:
             self._sampler.close()

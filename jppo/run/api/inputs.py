@@ -41,28 +41,28 @@ def make_settings(
     lora: int | Mapping[str, Any] | None,
     critic: bool | str | Mapping[str, Any] | None,
     engine: str | Mapping[str, Any] | None,
-    given: Mapping[str, Any],
+    sections: Mapping[str, Any],
 ) -> Loop:
     """Returns the checked settings; raises UserError for a setting that a custom loop does not read."""
-    config, wanted = settings.config_of(Loop), dict[str, Any]()
-    wanted |= _flat(given) | _flat({"mesh": mesh or {}}) | {"model.path": path}
+    config, by_name = settings.config_of(Loop), dict[str, Any]()
+    by_name |= _flat(sections) | _flat({"mesh": mesh or {}}) | {"model.path": path}
     if lora is not None:
         adapters = {"rank": lora} if isinstance(lora, int) else dict(lora)
         names = {"rank": "lora_rank", "alpha": "lora_alpha", "adapter_path": "lora_adapter_path"}
-        wanted |= {f"model.{names.get(name, name)}": value for name, value in adapters.items()}
+        by_name |= {f"model.{names.get(name, name)}": value for name, value in adapters.items()}
     if isinstance(critic, str):
-        wanted["critic.path"] = critic
+        by_name["critic.path"] = critic
     elif isinstance(critic, Mapping):
-        wanted |= _flat({"critic": critic})
+        by_name |= _flat({"critic": critic})
     if isinstance(engine, str):
         by_url = "://" in engine
-        wanted |= {"rollout.urls": engine} if by_url else {"rollout.name": engine}
+        by_name |= {"rollout.urls": engine} if by_url else {"rollout.name": engine}
     elif isinstance(engine, Mapping):
-        wanted |= _flat({"rollout": engine})
+        by_name |= _flat({"rollout": engine})
     elif engine is None:
-        wanted.setdefault("rollout.name", "inprocess")
-    for name, value in wanted.items():
-        _require_read(name)
+        by_name.setdefault("rollout.name", "inprocess")
+    for name, value in by_name.items():
+        _require_loop_setting(name)
         if name.startswith("critic.") and critic in (None, False):
             raise UserError(f"{name}={value!r} is of a critic, and this model has none; open it with critic=dict(...)")
         try:
@@ -75,9 +75,9 @@ def make_settings(
     return c
 
 
-def reads_reference(c: Loop, given: Mapping[str, Any]) -> bool:
+def reads_reference(c: Loop, sections: Mapping[str, Any]) -> bool:
     """Whether the log-probs of a reference can be asked for: the loss has a KL, or a setting of `ref` is given."""
-    return c.actor.use_kl_loss or any(name.startswith("ref.") for name in _flat(given))
+    return c.actor.use_kl_loss or any(name.startswith("ref.") for name in _flat(sections))
 
 
 def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,8 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
     return by_name
 
 
-def _require_read(name: str) -> None:
+def _require_loop_setting(name: str) -> None:
+    """Raises UserError for a setting that is unknown, or that only `jppo.train`'s own loop reads."""
     known = name in TABLE or name in table.PPO or name.startswith(PREFIX)
     if not known:
         raise UserError(
@@ -113,13 +114,13 @@ def _require_steps(c: Loop) -> None:
             )
 
 
-def require_sampling(given: Mapping[str, Any], *, most: Mapping[str, int], vocabulary: int) -> None:
-    """Raises UserError for an option of `sample` that is unknown or outside its range; `most` lowers some limits."""
-    for name, value in given.items():
+def require_sampling(options: Mapping[str, Any], *, limits: Mapping[str, int], vocabulary: int) -> None:
+    """Raises UserError for an option of `sample` that is unknown or outside its range; `limits` lower some maxima."""
+    for name, value in options.items():
         if name not in OPTIONS:
             raise UserError(f"sample({name}=...) is no option; use {', '.join(OPTIONS)}")
         if name in RANGES:
-            low, high = RANGES[name][0], most.get(name, RANGES[name][1])
+            low, high = RANGES[name][0], limits.get(name, RANGES[name][1])
             integer = isinstance(low, int)
             if not _is_number(value, integer) or not low <= value <= high:
                 whole = "a whole number " if integer else ""
@@ -143,22 +144,22 @@ def _is_number(value: Any, integer: bool) -> bool:
     return isinstance(value, numbers.Integral if integer else numbers.Real) and not isinstance(value, bool)
 
 
-def make_prompts(c: Loop, tokenizer: Any, given: Sequence[PromptLike], vocabulary: int) -> list[Prompt]:
+def make_prompts(c: Loop, tokenizer: Any, prompt_likes: Sequence[PromptLike], vocabulary: int) -> list[Prompt]:
     """Tokenises prompts as jppo.train does; prompts and token ids stay as they are."""
-    if isinstance(given, str) or not len(given):
-        raise UserError(f"prompts={given!r}; give a list of texts, of chat messages or of token ids")
+    if isinstance(prompt_likes, str) or not len(prompt_likes):
+        raise UserError(f"prompts={prompt_likes!r}; give a list of texts, of chat messages or of token ids")
     prompts: list[Prompt | None] = [
-        prompt if isinstance(prompt, Prompt) else _of_ids(prompt, i) for i, prompt in enumerate(given)
+        prompt if isinstance(prompt, Prompt) else _prompt_of_ids(prompt, i) for i, prompt in enumerate(prompt_likes)
     ]
     texts = [i for i, prompt in enumerate(prompts) if prompt is None]
     rows = {i: Row("prompts", i + 1, {}, "prompt") for i in texts}
-    messages = [_messages(c, rows[i], given[i]) for i in texts]
+    messages = [_check_messages(c, rows[i], prompt_likes[i]) for i in texts]
     arguments = template_arguments(c.data.apply_chat_template_kwargs)
     ids = tokenise(messages, [rows[i] for i in texts], tokenizer, (), arguments) if texts else []
     for i, content, tokens in zip(texts, messages, ids, strict=True):
         prompts[i] = Prompt(str(i), "unknown", content, np.asarray(tokens, np.int32), "", {})
-    out = [prompt for prompt in prompts if prompt is not None]
-    for i, prompt in enumerate(out):
+    all_prompts = [prompt for prompt in prompts if prompt is not None]
+    for i, prompt in enumerate(all_prompts):
         if not 1 <= len(prompt.ids) <= c.data.max_prompt_length:
             raise UserError(
                 f"prompt {i + 1} has {len(prompt.ids)} tokens; it must have 1 to data.max_prompt_length="
@@ -166,19 +167,20 @@ def make_prompts(c: Loop, tokenizer: Any, given: Sequence[PromptLike], vocabular
             )
         if min(prompt.ids) < 0 or max(prompt.ids) >= vocabulary:
             raise UserError(f"prompt {i + 1} has a token outside of 0 to {vocabulary - 1}; take the model's tokenizer")
-    return out
+    return all_prompts
 
 
-def _of_ids(given: Any, number: int) -> Prompt | None:
+def _prompt_of_ids(prompt: Any, number: int) -> Prompt | None:
     """Returns a prompt of token ids; None for a text or messages."""
-    if isinstance(given, str) or (isinstance(given, Sequence) and given and isinstance(given[0], Mapping)):
+    if isinstance(prompt, str) or (isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping)):
         return None
-    ids = np.asarray(given)
+    ids = np.asarray(prompt)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise UserError(f"prompt {number + 1} is {given!r:.60}; give a text, chat messages or token ids")
+        raise UserError(f"prompt {number + 1} is {prompt!r:.60}; give a text, chat messages or token ids")
     return Prompt(str(number), "unknown", "", ids.astype(np.int32), "", {})
 
 
-def _messages(c: Loop, row: Row, given: Any) -> str | list[dict[str, str]]:
-    messages = checked_text(row, "it", given) if isinstance(given, str) else checked_messages(row, "it", list(given))
+def _check_messages(c: Loop, row: Row, prompt: Any) -> str | list[dict[str, str]]:
+    """Returns a text or chat messages with the system prompt of the settings; raises UserError for other values."""
+    messages = checked_text(row, "it", prompt) if isinstance(prompt, str) else checked_messages(row, "it", list(prompt))
     return with_system_prompt(messages, c.data.system_prompt, row)

@@ -82,7 +82,7 @@ class Losses:
         self._c, self._mesh, self._passes = c, mesh, passes
         self._models, self._heads = make.make_models(c, inputs, mesh)
         self._options = sharding.compiler_options(mesh, c.model.compiler_options)
-        self._made: dict[Any, BatchLoss] = {}
+        self._by_key: dict[Any, BatchLoss] = {}
         self._load = passes.actor.load
 
     def find(self, loss: str | Function | None, options: Mapping[str, Any]) -> BatchLoss:
@@ -92,10 +92,10 @@ class Losses:
         `jppo.train`.
         """
         function = loss if callable(loss) else FUNCTIONS.get(str(loss))
-        plain = function is not None
-        of_critic = loss == VALUE or (function is not None and VALUE in _reads(function))
+        is_function = function is not None
+        of_critic = loss == VALUE or (function is not None and VALUE in _record_reads(function))
         section = "critic" if of_critic else "actor"
-        known = MEAN if plain else (*MEAN, "cliprange_value") if of_critic else (*MEAN, *OF_POLICY)
+        known = MEAN if is_function else (*MEAN, "cliprange_value") if of_critic else (*MEAN, *OF_POLICY)
         for name in options.keys() - {*known}:
             raise UserError(
                 f"{name!r} is no option of a loss like this; use {', '.join(known)}{did_you_mean(name, known)}"
@@ -104,23 +104,25 @@ class Losses:
         for name, value in changes.items():
             setting = table.TABLE[name]
             kind = int | float if setting.type is float else setting.type
-            right = isinstance(value, kind) and isinstance(value, bool) == (setting.type is bool)
-            if not right and not (value is None and setting.optional):
+            is_valid = isinstance(value, kind) and isinstance(value, bool) == (setting.type is bool)
+            if not is_valid and not (value is None and setting.optional):
                 raise UserError(f"{name}={value!r} is of type {type(value).__name__}; give a {setting.type.__name__}")
             setting.check(cast(Any, value))
         if loss not in (None, VALUE):
-            changes["actor.loss_mode"] = "vanilla" if plain or loss == "ppo" else self._known(loss)
+            changes["actor.loss_mode"] = "vanilla" if is_function or loss == "ppo" else self._require_policy_loss(loss)
         key = (loss, tuple(sorted(changes.items())))
-        if key not in self._made:
+        if key not in self._by_key:
             c = without_unread(changed(self._c, changes), changes)
             check(c)
             if function is not None:
-                self._made[key] = self._of_function(function, c)
+                self._by_key[key] = self._make_custom_loss(function, c)
             else:
-                self._made[key] = self._of_values(c) if of_critic else self._of_policy(c, is_configured=loss is None)
-        return self._made[key]
+                self._by_key[key] = (
+                    self._make_value_loss(c) if of_critic else self._make_policy_loss(c, is_configured=loss is None)
+                )
+        return self._by_key[key]
 
-    def _known(self, loss: Any) -> str:
+    def _require_policy_loss(self, loss: Any) -> str:
         """Returns the name of a policy loss; raises UserError for an unknown one."""
         if isinstance(loss, str) and (loss in parts.POLICY_LOSSES or ":" in loss):
             return loss
@@ -130,8 +132,8 @@ class Losses:
             f"{did_you_mean(str(loss), known)}"
         )
 
-    def _of_policy(self, c: Loop, *, is_configured: bool) -> BatchLoss:
-        """Makes the policy loss of the settings; if they are those of the model, it is training's own program."""
+    def _make_policy_loss(self, c: Loop, *, is_configured: bool) -> BatchLoss:
+        """Makes the policy loss of these settings; the program of the model's own settings is compiled already."""
         recipe = make_loop_recipe(c)
         exact = recipe.kl_loss_type in kl.EXACT
         if exact and self._models.reference is None:
@@ -147,28 +149,32 @@ class Losses:
             self._load = ppo.make_router_load(self._models, recipe, self._mesh, self._options)
         load = self._load if "load" in recipe.algorithm.loss_reads else None
         before = make_before(recipe.algorithm, self._passes.logprob)
-        compiled = self._compiled(loss, ppo.actor_reads(recipe), load=load, before=before)
+        compiled = self._compile_loss(loss, ppo.actor_reads(recipe), load=load, before=before)
         return BatchLoss(compiled, False, needs, exact)
 
-    def _of_values(self, c: Loop) -> BatchLoss:
+    def _make_value_loss(self, c: Loop) -> BatchLoss:
+        """Makes the critic's loss of these settings."""
         if self._models.critic is None or self._passes.critic is None:
             raise UserError(f"loss={VALUE!r} is of a critic, and this model has none; open it with critic=True")
         if c.critic == self._c.critic:
             return BatchLoss(self._passes.critic, True, ppo.VALUE_READS)
         loss = ppo.make_critic(self._models.critic, make_loop_recipe(c))[1]
-        return BatchLoss(self._compiled(loss, ppo.VALUE_READS), True, ppo.VALUE_READS)
+        return BatchLoss(self._compile_loss(loss, ppo.VALUE_READS), True, ppo.VALUE_READS)
 
-    def _compiled(self, loss: update.Loss, reads: tuple[str, ...], **ahead: Any) -> CompiledLoss:
+    def _compile_loss(self, loss: update.Loss, reads: tuple[str, ...], **ahead: Any) -> CompiledLoss:
+        """Compiles a loss that reads these arrays; `ahead` are its fields for reading a whole mini-batch first."""
         return CompiledLoss(update.make_accumulate(loss, mesh=self._mesh, options=self._options), reads, **ahead)
 
-    def _of_function(self, function: Function, c: Loop) -> BatchLoss:
+    def _make_custom_loss(self, function: Function, c: Loop) -> BatchLoss:
         """Makes the loss of a user's function of tokens."""
-        reads, recipe = _reads(function), make_loop_recipe(c)
+        reads, recipe = _record_reads(function), make_loop_recipe(c)
         of_critic = VALUE in reads
         if not of_critic:
             logprob = score.make_logprob(*self._models.policy, with_entropy="entropy" in reads, **self._heads)
         elif self._models.critic is None:
-            raise UserError(f"{_shown(function)} reads 'value', and this model has no critic; open it with critic=True")
+            raise UserError(
+                f"{_describe(function)} reads 'value', and this model has no critic; open it with critic=True"
+            )
         else:
             value = ppo.make_critic(self._models.critic, recipe)[0]
         mean = recipe.value_mean if of_critic else recipe.mean
@@ -184,32 +190,32 @@ class Losses:
             return out, Outputs(stats_of(sums), {} if of_critic else {"logprob": arrays["logprob"]})
 
         needs = tuple(field for name, field in BATCH_FIELD_OF.items() if name in reads)
-        return BatchLoss(self._compiled(loss, ("weight", *needs)), of_critic, needs)
+        return BatchLoss(self._compile_loss(loss, ("weight", *needs)), of_critic, needs)
 
 
-def _reads(function: Function) -> tuple[str, ...]:
-    """Returns what a loss function reads of its view; raises UserError for what no loss has."""
+def _record_reads(function: Function) -> tuple[str, ...]:
+    """Traces a loss function and returns the names that it reads of its view; raises UserError for others than READ."""
     try:
         reads, result = record(lambda take: function(ResponsesView(take)), {})
     except Exception as e:  # a user's function may raise anything
-        raise UserError(f"{_shown(function)}, traced by JAX, raises {explain(e)}; correct it") from e
-    each = result[0] if isinstance(result, tuple) else result
-    if getattr(each, "shape", None) != SHAPE:
+        raise UserError(f"{_describe(function)}, traced by JAX, raises {explain(e)}; correct it") from e
+    by_token = result[0] if isinstance(result, tuple) else result
+    if getattr(by_token, "shape", None) != SHAPE:
+        shape = getattr(by_token, "shape", type(by_token).__name__)
         raise UserError(
-            f"{_shown(function)} returned {getattr(each, 'shape', type(each).__name__)} for rows of {SHAPE}; it must"
-            " return the loss of every token"
+            f"{_describe(function)} returned {shape} for rows of {SHAPE}; it must return the loss of every token"
         )
     if unknown := [name for name in reads if name not in READ]:
-        raise UserError(f"{_shown(function)} reads {unknown[0]!r}; a loss of a loop reads {', '.join(READ)}")
+        raise UserError(f"{_describe(function)} reads {unknown[0]!r}; a loss of a loop reads {', '.join(READ)}")
     if (VALUE in reads) == bool({"logprob", "entropy"} & {*reads}):
         raise UserError(
-            f"{_shown(function)} reads {', '.join(reads) or 'nothing'}; a loss reads logprob or entropy of the policy,"
-            " or value of the critic, and not of both"
+            f"{_describe(function)} reads {', '.join(reads) or 'nothing'}; a loss reads logprob or entropy of the"
+            " policy, or value of the critic, and not of both"
         )
     return reads
 
 
-def _shown(function: Function) -> str:
-    """Returns the name of a function for errors."""
+def _describe(function: Function) -> str:
+    """Returns "loss 'NAME'" for errors about a user's function."""
     inner = function.func if isinstance(function, functools.partial) else function
     return f"loss {getattr(inner, '__name__', type(inner).__name__)!r}"

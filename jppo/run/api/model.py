@@ -29,15 +29,16 @@ from jppo import process
 from jppo.data.tokenizer import check_stop_texts, end_token_ids
 from jppo.errors import UserError
 from jppo.learner import make, ppo, sharding
+from jppo.learner.batch import Micro
 from jppo.learner.make import make_adapters, read_models, require_models_fit
 from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
 from jppo.rollout import make as rollout
-from jppo.run.api.engine import Engine, Kept
+from jppo.run.api.engine import Engine, KeptWeights
 from jppo.run.api.inputs import PromptLike, make_prompts, make_settings, reads_reference, require_sampling
 from jppo.run.api.losses import NO_REFERENCE, Losses
-from jppo.run.api.responses import Responses, aims, of_samples, trajectory_of
+from jppo.run.api.responses import Responses, entry_targets, make_responses, make_trajectory
 from jppo.run.api.weights import TrainedWeights, load_state, save_state
 from jppo.run.inputs import require_publishable
 from jppo.run.tokenizer import read_tokenizer
@@ -55,7 +56,7 @@ class Gradient(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What all sets of trained weights on one model share."""
+    """The parts of `jppo.open`'s model that further sets of trained weights, from `another`, share."""
 
     c: Loop
     inputs: ModelConfigs
@@ -69,6 +70,7 @@ class Model:
     """A policy with its optimizer, perhaps a critic, and the engine that samples from it."""
 
     def __init__(self, parts: Parts, begin: TrainState, close: contextlib.ExitStack | None):
+        """`begin` are the weights at the start; `close` ends the engine and files, None where another model owns it."""
         c, learner, steps = parts.c, parts.learner, max(parts.inputs.total_steps, 0)
         self._parts, self._now, self._close = parts, dataclasses.replace(begin, policy=None, value=None), close
         self.policy = TrainedWeights(learner.actor, begin.policy, begin.policy_opt, c.actor, steps)
@@ -85,6 +87,7 @@ class Model:
 
     @property
     def _trained(self) -> list[TrainedWeights]:
+        """Returns the weights of the policy and, if there is one, the critic."""
         return [self.policy] if self.critic is None else [self.policy, self.critic]
 
     @property
@@ -116,7 +119,12 @@ class Model:
         return dataclasses.replace(self._now, **fields)
 
     def sample(
-        self, prompts: Sequence[PromptLike], *, n: int | None = None, weights: Kept | None = None, **sampling: Any
+        self,
+        prompts: Sequence[PromptLike],
+        *,
+        n: int | None = None,
+        weights: KeptWeights | None = None,
+        **sampling: Any,
     ) -> list[Trajectory]:
         """Samples `n` responses to each prompt, consecutive ones, with the published weights.
 
@@ -126,24 +134,24 @@ class Model:
         """
         self._require_open()
         c, engine = self._parts.c, self._parts.engine
-        asked = make_prompts(c, self._parts.tokenizer, prompts, self.vocab_size)
+        tokenised = make_prompts(c, self._parts.tokenizer, prompts, self.vocab_size)
         sampling |= {} if n is None else {"n": n}
-        require_sampling(sampling, most={}, vocabulary=self.vocab_size)
+        require_sampling(sampling, limits={}, vocabulary=self.vocab_size)
         options = dataclasses.replace(step_sampling(c, self.step, self._sampled), **sampling)
         if weights is not None:
-            engine.ensure(weights)
-        elif engine.holds is not self:
+            engine.ensure_published(weights)
+        elif engine.weights_owner is not self:
             raise UserError(
                 "the engine has other weights than this model's: it was loaded, or another set was published; call"
                 " publish() first"
             )
         self._sampled += 1
-        return engine.generate(asked, options)
+        return engine.generate(tokenised, options)
 
     def batch(self, samples: Sequence[Trajectory]) -> Responses:
         """Makes the batch of sampled responses, with `mask` and `rollout_logprob`."""
         self._require_open()
-        return self._batch(samples)
+        return self._make_batch(samples)
 
     def examples(self, inputs: Sequence[Any], targets: Sequence[Any] | None = None, **fields: Any) -> Responses:
         """Makes a batch of given tokens: entry t of an example is about targets[t] after reading inputs[: t + 1].
@@ -158,12 +166,13 @@ class Model:
         if len(inputs) != len(targets):
             raise UserError(f"{len(inputs)} inputs and {len(targets)} targets; give as many")
         trajectories = [
-            trajectory_of(*pair, i, self.vocab_size) for i, pair in enumerate(zip(inputs, targets, strict=True))
+            make_trajectory(*pair, i, self.vocab_size) for i, pair in enumerate(zip(inputs, targets, strict=True))
         ]
-        batch = dataclasses.replace(self._batch(trajectories), targets=aims(trajectories, targets))
+        batch = dataclasses.replace(self._make_batch(trajectories), targets=entry_targets(trajectories, targets))
         return batch.replace(**fields)
 
-    def _batch(self, samples: Sequence[Trajectory]) -> Responses:
+    def _make_batch(self, samples: Sequence[Trajectory]) -> Responses:
+        """Makes the batch [N, L] of sequences; raises UserError for one that is longer than the model's rows."""
         c = self._parts.c
         if not samples:
             raise UserError("0 samples; a batch has one at least")
@@ -175,21 +184,21 @@ class Model:
                     " max_response_length: open the model with larger ones"
                 )
         columns = max(len(t.tokens) - max(1, int(np.argmax(t.sampled))) for t in samples)
-        usual: int = c.data.max_response_length
-        return of_samples(samples, usual if columns <= usual else longest - 1)
+        configured: int = c.data.max_response_length
+        return make_responses(samples, configured if columns <= configured else longest - 1)
 
-    def logprobs(self, batch: Responses, *, weights: Kept | None = None) -> np.ndarray:
+    def logprobs(self, batch: Responses, *, weights: KeptWeights | None = None) -> np.ndarray:
         """Returns the policy's log π of the trained tokens at rollout.temperature, [N, L] f32, 0 elsewhere.
 
         `weights` scores with a result of `keep`. Raises Mismatch where the log-probs differ too far from the engine's
         for samples of the current weights.
         """
         self._require_open()
-        learner, micros = self._parts.learner, self._micros(batch)
+        learner, micros = self._parts.learner, self._pack_micros(batch)
         model = self.policy.model if weights is None else learner.policy(weights.state)
         data = ppo.with_old_logprob(learner.passes, learner.recipe, batch.data, micros, model)
         logprobs = np.asarray(data["old_logprob"])
-        if weights is None and self._parts.engine.holds is self and not self._stepped:
+        if weights is None and self._parts.engine.weights_owner is self and not self._stepped:
             self._parts.engine.require_match(self._parts.c, batch, logprobs)
         return logprobs
 
@@ -199,7 +208,7 @@ class Model:
         learner = self._parts.learner
         if learner.reference is None:
             raise UserError(NO_REFERENCE)
-        arguments = (self._micros(batch), self.policy.model, learner.reference)
+        arguments = (self._pack_micros(batch), self.policy.model, learner.reference)
         return np.asarray(ppo.with_reference(learner.passes, learner.recipe, batch.data, *arguments)["ref_logprob"])
 
     def values(self, batch: Responses) -> np.ndarray:
@@ -208,10 +217,10 @@ class Model:
         if self.critic is None:
             raise UserError("values() is of a critic, and this model has none; open it with critic=True")
         passes = self._parts.learner.passes
-        return np.asarray(ppo.with_values(passes, batch.data, self._micros(batch), self.critic.model)["value"])
+        return np.asarray(ppo.with_values(passes, batch.data, self._pack_micros(batch), self.critic.model)["value"])
 
-    def _micros(self, batch: Responses) -> Any:
-        return batch.micros(self._parts.learner.plan, self._parts.learner.mesh)
+    def _pack_micros(self, batch: Responses) -> list[Micro]:
+        return batch.pack_micros(self._parts.learner.plan, self._parts.learner.mesh)
 
     def forward_backward(
         self,
@@ -245,7 +254,7 @@ class Model:
             batch_loss.compiled,
             batch,
             of,
-            lambda one: one.mini(batch_loss.compiled.reads, learner.plan, learner.mesh),
+            lambda responses: responses.pack_mini_batch(batch_loss.compiled.reads, learner.plan, learner.mesh),
             self._now,
         )
         further = () if batch_loss.of_critic else (learner.reference if batch_loss.reads_reference else None,)
@@ -268,13 +277,13 @@ class Model:
         for both; grad_clip=0 does not clip. A non-finite gradient changes nothing and is reported as `skipped`.
         """
         self._require_open()
-        given = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip)
-        ready = [one for one in self._trained if one.accumulated]
-        if not ready:
+        hyperparameters = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip)
+        with_gradient = [one for one in self._trained if one.accumulated]
+        if not with_gradient:
             raise UserError("optim_step() without a gradient; call forward_backward(batch, loss) first")
         metrics = dict[str, float]()
-        for one in ready:
-            metrics |= one.optim_step(self._now.step, given)
+        for one in with_gradient:
+            metrics |= one.optim_step(self._now.step, hyperparameters)
         return metrics
 
     def discard(self) -> None:
@@ -296,15 +305,17 @@ class Model:
         return step
 
     def _begin_step(self) -> None:
+        """Counts samples and optimizer steps from 0."""
         self._sampled = 0
         for one in self._trained:
             one.stepped = 0
 
-    def keep(self) -> Kept:
+    def keep(self) -> KeptWeights:
         """Returns a copy of the policy's weights to sample from later, by `sample(weights=...)`."""
         self._require_open()
         copied = jax.tree.map(lambda x: placing.to_device(x).copy(), self.policy.params)
-        return Kept(copied, dataclasses.replace(self.state, policy=copied, policy_opt=None, value=None, value_opt=None))
+        state = dataclasses.replace(self.state, policy=copied, policy_opt=None, value=None, value_opt=None)
+        return KeptWeights(copied, state)
 
     def another(self, *, seed: int | None = None) -> "Model":
         """Returns a further, new set of trained weights on the same programs, base and engine.
@@ -314,7 +325,7 @@ class Model:
         self._require_open()
         c = self._parts.c
         seed = c.trainer.seed if seed is None else seed
-        return Model(self._parts, make.begin_again(c, self._parts.inputs, self._parts.learner, seed), None)
+        return Model(self._parts, make.begin_further_state(c, self._parts.inputs, self._parts.learner, seed), None)
 
     def export(self, folder: str | pathlib.Path, *, merge: bool = True) -> pathlib.Path:
         """Writes the policy as a model directory; with `merge` False, the adapters as peft's."""
@@ -329,10 +340,10 @@ class Model:
     def save(self, folder: str | pathlib.Path) -> pathlib.Path:
         """Writes a checkpoint to folder/checkpoints/STEP, which `load` and `python -m jppo.export` read."""
         self._require_open()
-        if waiting := [one.accumulated for one in self._trained if one.accumulated]:
+        if unapplied := [one.accumulated for one in self._trained if one.accumulated]:
             raise UserError(
-                f"gradients of {sum(waiting)} call(s) of forward_backward are accumulated, which a checkpoint does not"
-                " hold; call optim_step() first, or discard()"
+                f"gradients of {sum(unapplied)} call(s) of forward_backward are accumulated, which a checkpoint does"
+                " not hold; call optim_step() first, or discard()"
             )
         step = self.step + self._stepped  # weights that were stepped and not published are of the next step
         now = dataclasses.replace(self.state, step=scalar(step, self._now.step))
@@ -384,40 +395,40 @@ def open_model(
     **settings: Any,
 ) -> Model:
     """Opens a model; `jppo.open` documents the arguments."""
-    c = make_settings(path, mesh=mesh, lora=lora, critic=critic, engine=engine, given=settings)
+    c = make_settings(path, mesh=mesh, lora=lora, critic=critic, engine=engine, sections=settings)
     rollout.share_gpu(c)
     reads = dict(with_critic=critic not in (None, False), with_reference=reads_reference(c, settings))
-    policy, value, reference = read_models(c, **reads)
+    policy, critic_config, reference = read_models(c, **reads)
     require_publishable(c, policy)
-    tokenizer = read_tokenizer(c, *(model for model in (policy, value, reference) if model is not None))
+    tokenizer = read_tokenizer(c, *(model for model in (policy, critic_config, reference) if model is not None))
     check_stop_texts(tokenizer, c.rollout.stop_texts)
     inputs = ModelConfigs(
         policy=policy,
-        critic=value,
+        critic=critic_config,
         reference=reference,
         adapters=make_adapters(c),
-        critic_adapters=make_adapters(c, c.critic) if value is not None else None,
+        critic_adapters=make_adapters(c, c.critic) if critic_config is not None else None,
         total_steps=c.trainer.total_training_steps,
     )
     with contextlib.ExitStack() as stack:
-        grid = make.make_mesh(c)
-        process.prepare_process(sharding.platform(grid), c.trainer.compile_cache, c.model.compute_dtype)
-        c = rollout.with_servers(c, grid)
-        if c.data.row_lengths == -1 and inputs.total_steps == -1 and sharding.platform(grid) != "cpu":
+        device_mesh = make.make_mesh(c)
+        process.prepare_process(sharding.platform(device_mesh), c.trainer.compile_cache, c.model.compute_dtype)
+        c = rollout.with_servers(c, device_mesh)
+        if c.data.row_lengths == -1 and inputs.total_steps == -1 and sharding.platform(device_mesh) != "cpu":
             c = changed(c, {"data.row_lengths": 4})  # as for a long run
-        require_models_fit(inputs, grid)
-        make.attention_kernel(c, policy, grid)  # raises before a server starts
-        served = None
+        require_models_fit(inputs, device_mesh)
+        make.attention_kernel(c, policy, device_mesh)  # raises before a server starts
+        started = None
         if engine is not None:
             logs = c.trainer.run_dir
             if not logs:
                 logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="jppo-", ignore_cleanup_errors=True))
-            served = rollout.open_engine(c, pathlib.Path(logs))
-            stack.callback(served.close)
-        learner, begin = make.make_loop_learner(c, inputs, grid)
-        losses = Losses(c, inputs, grid, learner.passes)
-        ends = end_token_ids(c.model.path, tokenizer)
-        shared = Engine(c, learner, served, inputs.adapters, tokenizer, ends)
+            started = rollout.open_engine(c, pathlib.Path(logs))
+            stack.callback(started.close)
+        learner, begin = make.make_loop_learner(c, inputs, device_mesh)
+        losses = Losses(c, inputs, device_mesh, learner.passes)
+        end_ids = end_token_ids(c.model.path, tokenizer)
+        shared = Engine(c, learner, started, inputs.adapters, tokenizer, end_ids)
         stack.callback(shared.close)
         model = Model(Parts(c, inputs, learner, losses, shared, tokenizer), begin, None)
         model.publish()

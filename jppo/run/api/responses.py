@@ -24,11 +24,11 @@ FIELDS = ("mask", "old_logprob", "ref_logprob", "value", "weight", "advantage", 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Place:
-    """The rows of a part in the batch that `batch` or `examples` made; a batch with a row twice is such a one."""
+    """Where the rows of a batch are in its origin, the batch that `batch` or `examples` made; batch[rows] is a part."""
 
-    origin: object  # the same for all parts
-    rows: np.ndarray  # [N], each once
-    count: int  # rows of that batch
+    origin: object  # identifies the origin
+    rows: np.ndarray  # [N] row numbers in the origin, each once; with a row twice, a batch is an origin of its own
+    count: int  # rows of the origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +74,12 @@ class Responses:
         """
         for name in fields.keys() - {*FIELDS}:
             raise UserError(f"{name!r} is no array of a batch; use one of {', '.join(FIELDS)}")
-        arrays: dict[str, Any] = {name: self._filled(name, x) for name, x in fields.items()}
+        arrays: dict[str, Any] = {name: self._broadcast_field(name, x) for name, x in fields.items()}
         mask = np.asarray(arrays.pop("mask", self.data.mask), np.bool_)
         return dataclasses.replace(self, data=dataclasses.replace(self.data, mask=mask).with_arrays(**arrays))
 
-    def _filled(self, name: str, x: Any) -> np.ndarray:
+    def _broadcast_field(self, name: str, x: Any) -> np.ndarray:
+        """Returns an argument of `replace` as [N, L], 0 after each response; raises UserError for other shapes."""
         shape, lengths = np.asarray(self.data.mask).shape, self.lengths
         inside = np.arange(shape[1]) < lengths[:, None]
         if isinstance(x, list | tuple) and len(x) == len(self) and all(np.ndim(row) == 1 for row in x):
@@ -101,19 +102,20 @@ class Responses:
             )
         return np.where(inside, array, np.float32(0))
 
-    def mini(self, reads: Sequence[str], plan: packing.Plan, mesh: Mesh) -> batch.Mini:
-        """Packs the batch for one gradient, as a mini-batch of the batch that it is a part of."""
+    def pack_mini_batch(self, reads: Sequence[str], plan: packing.Plan, mesh: Mesh) -> batch.Mini:
+        """Packs the batch for one gradient, with the row numbers of the batch that it is a part of."""
         whole = self._within_origin()
         options = dict[str, Any](plan=plan, mesh=mesh, mini_batch_size=len(self), order=self.place.rows)
         (mini,) = batch.mini_batches(whole.data, whole.trajectories, reads=reads, **options)
-        micros = [dataclasses.replace(micro, rows=whole._aimed(micro.rows)) for micro in mini.micros]
+        micros = [dataclasses.replace(micro, rows=whole._with_targets(micro.rows)) for micro in mini.micros]
         return dataclasses.replace(mini, micros=micros)
 
     def _within_origin(self) -> "Responses":
-        """Returns the rows at their places, between empty ones."""
+        """Returns a batch as large as the origin, with these rows at their places and empty rows elsewhere."""
         rows, count = self.place.rows, self.place.count
 
-        def placed(x: Any) -> Any:
+        def scatter(x: np.ndarray) -> np.ndarray:
+            """Returns [N, ...] as [count, ...] with zeros between."""
             out = np.zeros((count, *np.shape(x)[1:]), np.asarray(x).dtype)
             out[rows] = x
             return out
@@ -121,12 +123,12 @@ class Responses:
         trajectories = dict.fromkeys(range(count), self.trajectories[0]) | dict(
             zip(rows, self.trajectories, strict=True)
         )
-        targets = None if self.targets is None else placed(self.targets)
-        return Responses(tuple(trajectories.values()), jax.tree.map(placed, self.data), self.place, targets)
+        targets = None if self.targets is None else scatter(self.targets)
+        return Responses(tuple(trajectories.values()), jax.tree.map(scatter, self.data), self.place, targets)
 
-    def require_part(self, of: "Responses") -> None:
-        """Raises UserError unless each row is one of `of`."""
-        if self.place.origin is not of.place.origin or not np.isin(self.place.rows, of.place.rows).all():
+    def require_part(self, whole: "Responses") -> None:
+        """Raises UserError unless each row is a row of `whole`."""
+        if self.place.origin is not whole.place.origin or not np.isin(self.place.rows, whole.place.rows).all():
             raise UserError(
                 "the loss selects tokens of the whole batch, and `of` has not all rows of this one; make a part as in"
                 " of[rows]"
@@ -147,16 +149,16 @@ class Responses:
         unpacked: np.ndarray = batch.unpack_rows(mini.batch, pairs)[self.place.rows]
         return unpacked
 
-    def micros(self, plan: packing.Plan, mesh: Mesh) -> list[batch.Micro]:
+    def pack_micros(self, plan: packing.Plan, mesh: Mesh) -> list[batch.Micro]:
         """Packs the batch for passes without a gradient."""
-        micros = batch.micros(self.data, self.trajectories, plan=plan, mesh=mesh)
+        micros = batch.pack_micros(self.data, self.trajectories, plan=plan, mesh=mesh)
         if self.targets is None:
             return micros
-        aimed = [self._aimed(micro.host) for micro in micros]
-        return [batch.Micro(rows, sharding.put_rows(rows, mesh)) for rows in aimed]
+        with_targets = [self._with_targets(micro.host) for micro in micros]
+        return [batch.Micro(rows, sharding.put_rows(rows, mesh)) for rows in with_targets]
 
-    def _aimed(self, rows: Rows) -> Rows:
-        """Puts the given targets in the place of the next tokens."""
+    def _with_targets(self, rows: Rows) -> Rows:
+        """Replaces the targets of packed rows, the next tokens, by those of the batch if it has its own."""
         if self.targets is None:
             return rows
         sequence, position = np.asarray(rows.sequence), np.asarray(rows.position)
@@ -165,7 +167,7 @@ class Responses:
         return dataclasses.replace(rows, targets=np.where(there, targets, rows.targets).astype(np.int32))
 
 
-def of_samples(samples: Sequence[Trajectory], columns: int) -> Responses:
+def make_responses(samples: Sequence[Trajectory], columns: int) -> Responses:
     """Makes the batch of responses, [N, columns]."""
     nothing = [Reward(math.nan, {}, None) for _ in samples]
     data = batch.flatten(samples, nothing, np.arange(len(samples)), shape=(len(samples), columns))
@@ -176,7 +178,7 @@ def _new_place(count: int) -> Place:
     return Place(object(), np.arange(count), count)
 
 
-def trajectory_of(inputs: Any, targets: Any, row: int, vocabulary: int) -> Trajectory:
+def make_trajectory(inputs: Any, targets: Any, row: int, vocabulary: int) -> Trajectory:
     """Returns given tokens as a response: entry t is about emitting targets[t] after reading inputs[: t + 1]."""
     arrays = [np.asarray(x) for x in (inputs, targets)]
     for name, x in zip(("inputs", "targets"), arrays, strict=True):
@@ -193,7 +195,7 @@ def trajectory_of(inputs: Any, targets: Any, row: int, vocabulary: int) -> Traje
     return given_text(tokens, np.arange(len(tokens)) > 0)
 
 
-def aims(trajectories: Sequence[Trajectory], targets: Sequence[Array]) -> np.ndarray | None:
+def entry_targets(trajectories: Sequence[Trajectory], targets: Sequence[Array]) -> np.ndarray | None:
     """Returns the targets of every entry, [N, E] i32; None where all are the next tokens."""
     if all(np.array_equal(t.tokens[1:], x) for t, x in zip(trajectories, targets, strict=True)):
         return None

@@ -51,24 +51,25 @@ class TrainedWeights:
     def pack_mini(
         self,
         loss: CompiledLoss,
-        given: Responses,
-        of: Responses | None,
+        batch: Responses,
+        whole: Responses | None,
         pack: Callable[[Responses], Mini],
         now: TrainState,
     ) -> Mini:
-        """Packs a batch for `forward_backward`, with what the loss needs of the whole batch, which `of` is if given."""
-        mini = pack(given)
-        if of is None:
-            return self._before(loss, mini, now) if loss.looks_ahead else mini
+        """Packs a batch for `forward_backward`, with what the loss needs of the `whole` batch that it is a part of."""
+        mini = pack(batch)
+        if whole is None:
+            return self._look_ahead(loss, mini, now) if loss.looks_ahead else mini
         if not loss.looks_ahead:
-            return dataclasses.replace(mini, counts=of.counts())
+            return dataclasses.replace(mini, counts=whole.counts())
         if loss.before is not None:
-            given.require_part(of)
-        if self._whole is None or self._whole[0] is not of or self._whole[1] is not loss:
-            self._whole = (of, loss, self._before(loss, pack(of), now))
+            batch.require_part(whole)
+        if self._whole is None or self._whole[0] is not whole or self._whole[1] is not loss:
+            self._whole = (whole, loss, self._look_ahead(loss, pack(whole), now))
         return with_counts_of_whole(mini, self._whole[2])
 
-    def _before(self, loss: CompiledLoss, mini: Mini, now: TrainState) -> Mini:
+    def _look_ahead(self, loss: CompiledLoss, mini: Mini, now: TrainState) -> Mini:
+        """Adds to a packed batch what the loss reads of the whole of it, by the current weights."""
         params, base = placing.to_device((self.params, self.trainable.base))
         return loss.look_ahead(join(params, base), mini, now.key, now.step, self.stepped)
 
@@ -88,35 +89,35 @@ class TrainedWeights:
         fetched: list[Outputs] = jax.device_get(parts)
         return average([join_parts(fetched)]), fetched
 
-    def optim_step(self, step: Array, given: dict[str, float | None]) -> dict[str, float]:
-        """Takes an optimizer step with the accumulated gradient, by the settings or the `given` hyperparameters."""
-        name, where = self.trainable.name, cast(Any, step)
-        if any(x is not None for x in given.values()):
-            where = self._hyperparameters(step, given)
-        before, carry, self._carry = self.params, self._carry, None
+    def optim_step(self, step: Array, overrides: dict[str, float | None]) -> dict[str, float]:
+        """Takes an optimizer step with the accumulated gradient; `overrides` replace settings."""
+        name, rate = self.trainable.name, cast(Any, step)
+        if any(x is not None for x in overrides.values()):
+            rate = self._merge_hyperparameters(step, overrides)
+        former, carry, self._carry = self.params, self._carry, None
         params = placing.take(self.params)
-        params, self.opt, stats = self.trainable.optim_step(params, self.opt, carry, where, learns=self._learns)
-        self.params = jax.block_until_ready(placing.put_back(params, before))
+        params, self.opt, stats = self.trainable.optim_step(params, self.opt, carry, rate, learns=self._learns)
+        self.params = jax.block_until_ready(placing.put_back(params, former))
         self.stepped += 1
         self.discard()
         return {f"{name}/{key}": float(value) for key, value in jax.device_get(stats).items()}
 
-    def _hyperparameters(self, step: Array, given: dict[str, float | None]) -> optim.Hyperparameters:
+    def _merge_hyperparameters(self, step: Array, step_overrides: dict[str, float | None]) -> optim.Hyperparameters:
         s, name = self._section, self.trainable.name
         betas: Any = s.betas
-        usual = dict(lr=float(self._schedule(step)), beta1=betas[0], beta2=betas[1], eps=optim.ADAM_EPS)
-        usual |= dict(weight_decay=s.weight_decay, grad_clip=s.grad_clip)
-        overrides = {key: value for key, value in given.items() if value is not None}
+        configured = dict(lr=float(self._schedule(step)), beta1=betas[0], beta2=betas[1], eps=optim.ADAM_EPS)
+        configured |= dict(weight_decay=s.weight_decay, grad_clip=s.grad_clip)
+        overrides = {key: value for key, value in step_overrides.items() if value is not None}
         for key, value in overrides.items():
             if s.optimizer != "adamw" and key not in ("lr", "grad_clip"):
                 raise UserError(
                     f"optim_step({key}={value}) is of AdamW, and {name}.optimizer={s.optimizer!r}; leave {key} out"
                 )
-            within = 0 <= value < 1 if key.startswith("beta") else value >= 0
-            if not within or not math.isfinite(value):
+            in_range = 0 <= value < 1 if key.startswith("beta") else value >= 0
+            if not in_range or not math.isfinite(value):
                 rule = "from 0 to below 1" if key.startswith("beta") else "a finite number, at least 0"
                 raise UserError(f"optim_step({key}={value}): {key} must be {rule}; correct it")
-        hyperparameters = usual | overrides
+        hyperparameters = configured | overrides
         hyperparameters["grad_clip"] = hyperparameters["grad_clip"] or math.inf
         return optim.Hyperparameters(**{key: np.float32(value) for key, value in hyperparameters.items()})
 
@@ -140,7 +141,7 @@ def save_state(c: Loop, learner: Learner, folder: pathlib.Path, now: TrainState)
                 f" one of step {step} would be removed at once; save it in another folder"
             )
         before = path.stat().st_mtime_ns if path.is_dir() else None
-        checkpoints.save(step, state.portable(now, learner.spare()), meta)
+        checkpoints.save(step, state.remove_padding(now, learner.spare()), meta)
         checkpoints.wait()
         if not path.is_dir() or path.stat().st_mtime_ns == before:
             raise OSError(f"the checkpoint of step {step} could not be written to {folder}; make room there")
@@ -148,17 +149,19 @@ def save_state(c: Loop, learner: Learner, folder: pathlib.Path, now: TrainState)
 
 
 def load_state(
-    c: Loop, inputs: ModelConfigs, learner: Learner, path: pathlib.Path, like: TrainState, *, optimizer: bool
+    c: Loop, inputs: ModelConfigs, learner: Learner, path: pathlib.Path, template: TrainState, *, optimizer: bool
 ) -> TrainState:
-    """Reads a checkpoint, or the last one of a folder, into the shards of `like`."""
-    now = run_identity(c, learner.mesh, data={}, frozen=frozen_weights(learner))
+    """Reads a checkpoint, or the last one of a folder, into arrays sharded as `template`'s."""
+    identity = run_identity(c, learner.mesh, data={}, frozen=frozen_weights(learner))
     checkpoint = find_checkpoint(path, step=None, best=False)
     if not is_checkpoint(checkpoint):
         raise UserError(f"{path} has no checkpoint, only a model; open that by jppo.open('{path}/hf')")
     spare = learner.spare()
-    fits = functools.partial(_require_fitting, now)
-    restored = restore(checkpoint, state.portable(like, spare), fits=fits, optional=OPTIMIZERS, former_name=former_name)
-    loaded = state.placed(restored.state, spare, like)
+    fits = functools.partial(_require_fitting, identity)
+    restored = restore(
+        checkpoint, state.remove_padding(template, spare), fits=fits, optional=OPTIMIZERS, former_name=former_name
+    )
+    loaded = state.restore_padding(restored.state, spare, template)
     if optimizer and not {*restored.missing} & {*OPTIMIZERS}:
         return loaded
     begin = functools.partial(make.begin_optimizer, c, inputs, learner)
@@ -166,6 +169,6 @@ def load_state(
     return loaded if loaded.value is None else dataclasses.replace(loaded, value_opt=begin("value", loaded.value))
 
 
-def _require_fitting(now: dict[str, object], then: dict[str, object]) -> None:
+def _require_fitting(identity_now: dict[str, object], saved: dict[str, object]) -> None:
     """Raises UserError for a checkpoint of another model; the data is the loop's own."""
-    require_same_run(then, now | {"data": then.get("data")})
+    require_same_run(saved, identity_now | {"data": saved.get("data")})
