@@ -35,14 +35,8 @@ from jppo.rollout.protocol import (
     sample_seed,
 )
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.delivery import (
-    Completion,
-    PublishedServers,
-    Publisher,
-    ServedWeights,
-    ServerApi,
-    requires_token,
-)
+from jppo.rollout.servers.api import Completion, ServerApi
+from jppo.rollout.servers.delivery import PublishedServers, Publisher, ServedWeights, requires_token
 from jppo.rollout.servers.endpoint import (
     TRIES,
     Endpoint,

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.servers.delivery import ServedWeights, ServerApi, WeightsGone
+from jppo.rollout.servers.api import ServerApi
+from jppo.rollout.servers.delivery import ServedWeights, WeightsGone
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.guard import TOKEN
 from jppo.rollout.servers.member import Member, Router, ServerLimits

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.servers.delivery import Completion, end_ids
+from jppo.rollout.servers.api import Completion, end_ids
 from jppo.rollout.servers.endpoint import ServerFault
 from jppo.rollout.servers.http_client import brief
 from jppo.types import Sampling

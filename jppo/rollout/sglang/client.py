@@ -25,7 +25,8 @@ from jppo import child_process, tensorheader
 from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard, replies
-from jppo.rollout.servers.delivery import Completion, Offers, sampling_params
+from jppo.rollout.servers.api import Completion, sampling_params
+from jppo.rollout.servers.delivery import Offers
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.http_client import brief

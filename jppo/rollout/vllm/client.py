@@ -26,7 +26,7 @@ import numpy as np
 from jppo.errors import UserError
 from jppo.rollout.protocol import Kept, RolloutError
 from jppo.rollout.servers import guard, replies
-from jppo.rollout.servers.delivery import Completion, sampling_params
+from jppo.rollout.servers.api import Completion, sampling_params
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.member import Server, ServerFacts, ServerLimits, check_ports
