@@ -32,15 +32,8 @@ from work import SEQUENCES, base_config, change, make_batch, make_rows, response
 from jppo import settings
 from jppo.errors import UserError
 from jppo.learner import ppo
-from jppo.learner.make import (
-    list_run_programs,
-    make_adapters,
-    make_learner,
-    make_mesh,
-    make_recipe,
-    plan_of_run,
-    run_programs,
-)
+from jppo.learner.make import make_adapters, make_mesh
+from jppo.learner.make_ppo import list_run_programs, make_learner, make_recipe, plan_of_run, run_programs
 from jppo.learner.ppo import ModelConfigs
 from jppo.learner.sharding import device_peak
 from jppo.models import config_reader

@@ -17,7 +17,6 @@ from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.errors import escaped
 from jppo.learner import batch, packing, sharding, update
 from jppo.learner.make import logprob_of_texts, make_adapters, plan_rows
-from jppo.learner.programs import Program, update_programs
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf
 from jppo.models.config import pad_vocab
@@ -129,6 +128,7 @@ def dry_run(c: FineTuning, request: DryRun = HERE) -> str:
 
 def _estimate(c: FineTuning, task: DemonstrationTask) -> tuple["Estimate", int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest demonstrations."""
+    from jppo.learner.programs import Program, update_programs
     from jppo.preflight import memory
 
     plan, shapes = task.plan, memory.largest_shapes(task.plan)

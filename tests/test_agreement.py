@@ -12,7 +12,8 @@ import pytest
 from jppo import settings, train
 from jppo.errors import UserError
 from jppo.learner import batch, estimate, ppo
-from jppo.learner.make import make_learner, make_mesh
+from jppo.learner.make import make_mesh
+from jppo.learner.make_ppo import make_learner
 from jppo.models import config_reader, decoder, hf
 from jppo.preflight import models_and_data
 from jppo.preflight.preview import preview_run

@@ -18,7 +18,8 @@ from jppo.errors import UserError
 from jppo.forecast import machines
 from jppo.forecast.machines import GIB
 from jppo.learner import packing
-from jppo.learner.make import list_run_programs, make_learner, make_mesh, plan_of_run, run_programs
+from jppo.learner.make import make_mesh
+from jppo.learner.make_ppo import list_run_programs, make_learner, plan_of_run, run_programs
 from jppo.models import decoder
 from jppo.preflight import memory, memory_budget, preview, programs, servers
 from jppo.preflight.request import DryRun

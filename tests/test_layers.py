@@ -155,7 +155,7 @@ OF_JPPO = {
 # Few modules read settings. All but pure rooms may take what commands need.
 OF_COMMANDS = tuple(f"jppo.settings.{name}" for name in ("Parser", "exit_on_user_error", "natural"))
 PURE_ROOMS = ("jppo.algorithms", "jppo.models", "jppo.learner")
-MAKERS = ("jppo.learner.make", "jppo.learner.catalogue")  # of learner/, which read settings
+MAKERS = ("jppo.learner.make", "jppo.learner.make_ppo", "jppo.learner.catalogue")  # of learner/, which read settings
 READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight"),
     *(f"jppo.{command}" for row in LAYERS[-2:] for command in row),
@@ -369,7 +369,7 @@ def test_the_walk_sees_the_project():
         ("jppo.learner.make", "from jppo.settings import Settings", None),
         ("jppo.learner.ppo", "from jppo.settings import Settings", "a pure room reads no settings"),
         ("jppo.learner.ppo", "from jppo import settings", "a pure room reads no settings"),
-        ("jppo.learner.ppo", "from jppo.learner.make import batch_shape", "a pure room sees no maker"),
+        ("jppo.learner.ppo", "from jppo.learner.make_ppo import batch_shape", "a pure room sees no maker"),
         ("jppo.learner.ppo", "from jppo.learner import make", "a pure room sees no maker"),
         ("jppo.models.heads", "def f(given):\n    return given.actor.clip_ratio", "reads given.actor.clip_ratio"),
         ("jppo.algorithms.losses", "def f(c):\n    a = c.actor\n    return a.clip_ratio", "reads c.actor"),

@@ -8,7 +8,8 @@ import pytest
 from jppo import settings, train
 from jppo.errors import UserError
 from jppo.learner import sharding
-from jppo.learner.make import make_mesh, plan_of_run
+from jppo.learner.make import make_mesh
+from jppo.learner.make_ppo import plan_of_run
 from jppo.models import config_reader
 from jppo.models.config import Experts, Routing
 from jppo.models.families import QWEN3

@@ -15,7 +15,8 @@ import safetensors.numpy
 from jppo import settings, train
 from jppo.errors import UserError
 from jppo.learner import ppo, state
-from jppo.learner.make import make_adapters, make_learner
+from jppo.learner.make import make_adapters
+from jppo.learner.make_ppo import make_learner
 from jppo.learner.trainable import Trainable
 from jppo.models import hf, hf_write, lora
 from jppo.rewards import graders

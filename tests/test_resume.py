@@ -16,7 +16,8 @@ import pytest
 from jppo import __version__, settings, train
 from jppo.errors import UserError
 from jppo.learner import state
-from jppo.learner.make import make_learner, make_mesh
+from jppo.learner.make import make_mesh
+from jppo.learner.make_ppo import make_learner
 from jppo.learner.trainable import Trainable
 from jppo.rollout.protocol import RolloutError
 from jppo.run import resume

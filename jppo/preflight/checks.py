@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from jppo import process, settings
 from jppo.errors import expanded
 from jppo.learner import sharding
-from jppo.learner.make import list_run_programs, make_learner, make_mesh, run_programs
+from jppo.learner.make import make_mesh
+from jppo.learner.make_ppo import list_run_programs, make_learner, run_programs
 from jppo.learner.ppo import StepLearner
 from jppo.models.params import Head
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview

@@ -17,7 +17,7 @@ from jppo.child_process import python_path
 from jppo.data import check as data_check
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
 from jppo.errors import UserError
-from jppo.learner.make import path_of_critic, read_models_of_run
+from jppo.learner.make_ppo import path_of_critic, read_models_of_run
 from jppo.models import decoder, heads, hf
 from jppo.models.config import ModelConfig
 from jppo.preflight import memory, memory_budget

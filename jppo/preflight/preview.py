@@ -15,7 +15,8 @@ from jppo import process, settings
 from jppo.errors import UserError, escaped
 from jppo.forecast.machines import Machine
 from jppo.learner import packing
-from jppo.learner.make import make_epochs, plan_of_run, sketch_trained
+from jppo.learner.make import sketch_trained
+from jppo.learner.make_ppo import make_epochs, plan_of_run
 from jppo.preflight import memory, memory_budget
 from jppo.preflight.programs import (
     Estimate,

@@ -15,7 +15,7 @@ from jppo import process
 from jppo.distributed.hosts import ALONE
 from jppo.forecast.machines import GIB, HOST, Machine
 from jppo.learner import sharding
-from jppo.learner.make import wants_critic
+from jppo.learner.make_ppo import wants_critic
 from jppo.models import attention
 from jppo.models.config import ModelConfig
 from jppo.rollout.make import may_overlap

@@ -12,7 +12,8 @@ from jppo import process, settings
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import UserError
 from jppo.learner import cost, sharding
-from jppo.learner.make import kept_tokens, make_mesh
+from jppo.learner.make import make_mesh
+from jppo.learner.make_ppo import kept_tokens
 from jppo.learner.ppo import Learner
 from jppo.models import attention, hf
 from jppo.models.config import ModelConfig, pad_vocab

@@ -10,7 +10,8 @@ from jppo.data.prompts import PromptSet, mixture, read_prompts
 from jppo.data.stream import user_order
 from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.errors import UserError, expanded
-from jppo.learner.make import make_adapters, make_algorithm, read_models_of_run, require_optimizers
+from jppo.learner.make import make_adapters, require_optimizers
+from jppo.learner.make_ppo import make_algorithm, read_models_of_run
 from jppo.learner.ppo import ModelConfigs
 from jppo.models import hf
 from jppo.models.config import ModelConfig

@@ -14,7 +14,6 @@ import numpy as np
 from jppo.data.preferences import Pair, PairSet, read_pairs
 from jppo.errors import escaped
 from jppo.learner import batch, cost, packing, sharding
-from jppo.learner.programs import Program, update_programs
 from jppo.learner.trainable import Trainable
 from jppo.models import placing
 from jppo.models.params import Head
@@ -152,6 +151,7 @@ def dry_run_of_pairs(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairT
 
 def _estimate(c: Paired, task: PairTask) -> tuple["Estimate", int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
+    from jppo.learner.programs import Program, update_programs
     from jppo.preflight import memory, programs
 
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size

@@ -7,7 +7,7 @@ import pathlib
 import re
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
 from jppo.errors import UserError, expanded
 from jppo.learner import optim, state
-from jppo.learner.ppo import Learner
 from jppo.learner.state import Spare, scalar
 from jppo.run.loop import Progress
 from jppo.runlog import durable_files
@@ -24,6 +23,9 @@ from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import Restored, checksum_of_all, require_checkpoint, restore
 from jppo.settings import Common, Settings, Training, table
 from jppo.types import TrainState
+
+if TYPE_CHECKING:
+    from jppo.learner.ppo import Learner
 
 # Settings that a resume cannot change, and what of the checkpoint depends on them.
 FIXED = dict.fromkeys(("trainer.seed", "data.shuffle", "data.sampler"), "place in the data")
@@ -96,7 +98,7 @@ def checksum_of(arrays: Iterable[np.ndarray]) -> int:
     return checksum
 
 
-def frozen_weights(learner: Learner) -> dict[str, Any]:
+def frozen_weights(learner: "Learner") -> dict[str, Any]:
     """Returns the weights read from files at every start: the reference, the bases of adapters."""
     weights = {
         "ref.path": learner.reference,
@@ -109,7 +111,7 @@ def frozen_weights(learner: Learner) -> dict[str, Any]:
 def save_checkpoint(
     c: Settings,
     checkpoints: Checkpoints,
-    learner: Learner,
+    learner: "Learner",
     now: TrainState,
     meta: dict[str, Any],
     *,

@@ -19,15 +19,8 @@ from jppo.distributed.hosts import Hosts, own_folder
 from jppo.distributed.launchers import join_launched
 from jppo.errors import UserError, expanded
 from jppo.learner import make, packing, sharding
-from jppo.learner.make import (
-    attention_kernel,
-    list_run_programs,
-    make_learner,
-    make_mesh,
-    replayed_experts,
-    require_models_fit,
-    run_programs,
-)
+from jppo.learner.make import attention_kernel, make_mesh
+from jppo.learner.make_ppo import list_run_programs, make_learner, replayed_experts, require_models_fit, run_programs
 from jppo.learner.ppo import StepLearner
 from jppo.learner.utilisation import introduce_peak
 from jppo.rewards.graders import RUNS_CODE, describe_refused, grader_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jppo.learner import catalogue, estimate, sharding, state
-from jppo.learner.make import run_programs
+from jppo.learner.make_ppo import run_programs
 from jppo.learner.ppo import Epochs, StepLearner
 from jppo.learner.programs import list_programs
 

@@ -12,7 +12,7 @@ import transformers
 from jppo import settings
 from jppo.errors import UserError
 from jppo.learner import packing, ppo, score
-from jppo.learner.make import replayed_experts
+from jppo.learner.make_ppo import replayed_experts
 from jppo.models import config_reader, decoder, hf_write, params
 from jppo.runlog import trajectories as saved
 from tests.make import trajectory

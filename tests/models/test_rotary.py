@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jppo import settings
-from jppo.learner.make import read_models_of_run
+from jppo.learner.make_ppo import read_models_of_run
 from jppo.learner.sharding import mesh_of_shape
 from jppo.models import config_reader, hf
 from jppo.models.rotary import frequencies

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 from jppo.algorithms import kl
 from jppo.errors import UserError
-from jppo.learner import make, ppo, score, sharding, update
+from jppo.learner import make_ppo, ppo, score, sharding, update
 from jppo.learner.algorithm import Term
-from jppo.learner.make import make_loop_recipe
+from jppo.learner.make_ppo import make_loop_recipe
 from jppo.learner.ppo import ModelConfigs
 from jppo.learner.stats import Outputs, stats_of
 from jppo.learner.trainable import CompiledLoss, make_before
@@ -80,7 +80,7 @@ class Losses:
 
     def __init__(self, c: Loop, inputs: ModelConfigs, mesh: Any, passes: ppo.Passes):
         self._c, self._mesh, self._passes = c, mesh, passes
-        self._models, self._heads = make.make_models(c, inputs, mesh)
+        self._models, self._heads = make_ppo.make_models(c, inputs, mesh)
         self._options = sharding.compiler_options(mesh, c.model.compiler_options)
         self._by_key: dict[Any, BatchLoss] = {}
         self._load = passes.actor.load

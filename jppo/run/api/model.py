@@ -28,9 +28,10 @@ import numpy as np
 from jppo import process
 from jppo.data.tokenizer import check_stop_texts, end_token_ids
 from jppo.errors import UserError
-from jppo.learner import make, ppo, sharding
+from jppo.learner import make, make_ppo, ppo, sharding
 from jppo.learner.batch import Micro
-from jppo.learner.make import make_adapters, read_models, require_models_fit
+from jppo.learner.make import make_adapters
+from jppo.learner.make_ppo import read_models, require_models_fit
 from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
@@ -325,7 +326,7 @@ class Model:
         self._require_open()
         c = self._parts.c
         seed = c.trainer.seed if seed is None else seed
-        return Model(self._parts, make.begin_further_state(c, self._parts.inputs, self._parts.learner, seed), None)
+        return Model(self._parts, make_ppo.begin_further_state(c, self._parts.inputs, self._parts.learner, seed), None)
 
     def export(self, folder: str | pathlib.Path, *, merge: bool = True) -> pathlib.Path:
         """Writes the policy as a model directory; with `merge` False, the adapters as peft's."""
@@ -425,7 +426,7 @@ def open_model(
                 logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="jppo-", ignore_cleanup_errors=True))
             started = rollout.open_engine(c, pathlib.Path(logs))
             stack.callback(started.close)
-        learner, begin = make.make_loop_learner(c, inputs, device_mesh)
+        learner, begin = make_ppo.make_loop_learner(c, inputs, device_mesh)
         losses = Losses(c, inputs, device_mesh, learner.passes)
         end_ids = end_token_ids(c.model.path, tokenizer)
         shared = Engine(c, learner, started, inputs.adapters, tokenizer, end_ids)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jppo.errors import UserError
-from jppo.learner import make, optim, state
+from jppo.learner import make_ppo, optim, state
 from jppo.learner.batch import Mini, with_counts_of_whole
 from jppo.learner.make import rate_schedule
 from jppo.learner.ppo import Learner, ModelConfigs
@@ -164,7 +164,7 @@ def load_state(
     loaded = state.restore_padding(restored.state, spare, template)
     if optimizer and not {*restored.missing} & {*OPTIMIZERS}:
         return loaded
-    begin = functools.partial(make.begin_optimizer, c, inputs, learner)
+    begin = functools.partial(make_ppo.begin_optimizer, c, inputs, learner)
     loaded = dataclasses.replace(loaded, policy_opt=begin("policy", loaded.policy))
     return loaded if loaded.value is None else dataclasses.replace(loaded, value_opt=begin("value", loaded.value))
 
