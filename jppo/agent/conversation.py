@@ -60,7 +60,7 @@ def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
 
     async def begin(context: Context) -> tuple[str, Respond]:
         async def respond(messages: list[dict[str, str]]) -> PartnerReply:
-            returned = await _call_partner(user_code, user.respond, messages, context, timeout_s=timeout_s)
+            returned = await _call(user_code, user.respond, messages, context, timeout_s=timeout_s)
             text, done, score = _require_three(returned, "respond", "(text, done, score)")
             return _make_reply(text, done, 0.0 if score is None else score, "respond")
 
@@ -80,11 +80,11 @@ def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
             raise PartnerError(f"{spec} cannot be created: {said(e)}") from e
 
         async def respond(messages: list[dict[str, str]]) -> PartnerReply:
-            returned = await _call_partner(user_code, environment.step, messages[-1]["content"], timeout_s=timeout_s)
+            returned = await _call(user_code, environment.step, messages[-1]["content"], timeout_s=timeout_s)
             text, reward, done = _require_three(returned, "step", "(text, reward, done)")
             return _make_reply(text, done, reward, "step")
 
-        opening = await _call_partner(user_code, environment.reset, context.prompt, timeout_s=timeout_s)
+        opening = await _call(user_code, environment.reset, context.prompt, timeout_s=timeout_s)
         if not isinstance(opening, str):
             raise PartnerError(f"reset returned {type(opening).__name__}; it must be text")
         return _require_unicode(opening, "reset"), respond
@@ -105,9 +105,7 @@ def _load_class(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[
     return cls
 
 
-async def _call_partner(
-    user_code: UserCodeRunner, method: Callable[..., Any], *arguments: Any, timeout_s: float
-) -> Any:
+async def _call(user_code: UserCodeRunner, method: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
     """Calls a method of the user's class; PartnerError if it fails or is late."""
     name = getattr(method, "__name__", "it")
     try:
@@ -136,11 +134,9 @@ def _make_reply(text: Any, done: Any, score: Any, method: str) -> PartnerReply:
 
 def _require_unicode(text: str, method: str) -> str:
     """Returns a text that a tokenizer can encode."""
-    surrogate = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
-    if surrogate is not None:
-        raise PartnerError(
-            f"{method} returned text with {surrogate!a}, half a surrogate pair; it must be valid Unicode"
-        )
+    half = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+    if half is not None:
+        raise PartnerError(f"{method} returned text with {half!a}, half a surrogate pair; it must be valid Unicode")
     return text
 
 

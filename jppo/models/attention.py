@@ -58,9 +58,7 @@ def make_xla_attention(
     Windows, which count positions of a row, must all be None then.
     """
     assert shared is None or all(window is None for window in windows)
-    compute_scores = functools.partial(
-        _scores, scale=scale, softcap=softcap, windows=windows, shared_prompts=shared is not None
-    )
+    score = functools.partial(_scores, scale=scale, softcap=softcap, windows=windows, shared_prompts=shared is not None)
 
     @jax.custom_vjp
     def attend(
@@ -72,11 +70,11 @@ def make_xla_attention(
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
-        return _forward(compute_scores, shared, q, k, v, segment, kind, sinks)[0]
+        return _forward(score, shared, q, k, v, segment, kind, sinks)[0]
 
     attend.defvjp(
-        functools.partial(_forward, compute_scores, shared),
-        functools.partial(_backward, compute_scores, shared, scale=scale, softcap=softcap),
+        functools.partial(_forward, score, shared),
+        functools.partial(_backward, score, shared, scale=scale, softcap=softcap),
     )
     return attend
 

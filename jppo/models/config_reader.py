@@ -261,15 +261,11 @@ def _layer_kinds(
     full_heads: Heads | None,
 ) -> list[AttentionKind]:
     """Returns the kind of each layer."""
-    without_positions = (
-        config_fields.read_layers_without_positions(fields, len(windows))
-        if family.bare_layers
-        else [False] * len(windows)
-    )
+    bare = config_fields.read_bare_layers(fields, len(windows)) if family.bare_layers else [False] * len(windows)
     rotaries = [rotary if window is None or sliding_rotary is None else sliding_rotary for window in windows]
     return [
         AttentionKind(window, STILL if still else layer_rotary, full_heads if window is None else None)
-        for window, layer_rotary, still in zip(windows, rotaries, without_positions, strict=True)
+        for window, layer_rotary, still in zip(windows, rotaries, bare, strict=True)
     ]
 
 

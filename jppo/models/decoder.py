@@ -249,9 +249,9 @@ class Decoder(nn.Module):
         cfg = self.cfg
         embed = Embed(cfg, self.param_dtype, self.dtype, self.lookup, cfg.hidden_size, name="embed")
         x = self.constrain(scale_embeddings(embed(tokens), cfg, self.dtype))
-        layer_embeddings = None
+        embeddings = None
         if cfg.gemma4 is not None and cfg.gemma4.per_layer:
-            layer_embeddings = PerLayer(cfg, self.param_dtype, self.lookup, name="per_layer")(tokens, x)
+            embeddings = PerLayer(cfg, self.param_dtype, self.lookup, name="per_layer")(tokens, x)
         layer: Any = Layer
         if self.remat != "none":
             # In a real loop XLA cannot merge the recomputation with the first computation; unrolled it could.
@@ -275,7 +275,7 @@ class Decoder(nn.Module):
             kinds = jnp.asarray([cfg.layer_kinds[stack.layers] for stack in group], jnp.int32)
             experts_of, embeddings_of = (
                 router.replayed_by_stack(replayed, group),
-                embeddings_by_stack(layer_embeddings, group),
+                embeddings_by_stack(embeddings, group),
             )
             if len(group) == 1:
                 layers = scan(layer)(*settings(group[0]), name=group[0].path[0])

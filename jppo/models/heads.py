@@ -259,15 +259,15 @@ class Chunking:
         fn = functools.partial(fn, self, vocabulary, sharded)
         if self.mesh is None or self.on_one_device:
             return fn
-        kernel_specs = tuple(PartitionSpec(vocabulary.axis, axes or None) for axes in sharded)
+        specs = tuple(PartitionSpec(vocabulary.axis, axes or None) for axes in sharded)
 
         def map_devices(fn: Callable[..., Any], *groups: tuple[str, ...]) -> Callable[..., Any]:
             rows = PartitionSpec(*groups, row_axes(), POSITIONS)
-            out_specs = (tuple(PartitionSpec(*groups, *spec) for spec in kernel_specs), rows) if gradients else rows
+            outs = (tuple(PartitionSpec(*groups, *spec) for spec in specs), rows) if gradients else rows
 
             def call(kernels: Any, *arrays: Any) -> Any:
-                in_specs = kernel_specs, *(rows for _ in arrays)
-                on_devices = jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+                ins = specs, *(rows for _ in arrays)
+                on_devices = jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
                 return on_devices(kernels, *arrays)
 
             return call

@@ -107,25 +107,19 @@ def load_params(
 def adapter_slots(path: str | os.PathLike[str], spec: lora.Lora) -> dict[str, tensorfile.Slot]:
     """Finds the tensors of peft's adapter at `path`; UserError unless it is LoRA of this rank and scale."""
     folder, setting = expanded(path), f"model.lora_adapter_path={os.fspath(path)!r}"
-    file, config_file = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    if not file.is_file() or not config_file.is_file():
-        raise UserError(
-            f"{setting}: it needs {file.name} and {config_file.name}; give a folder that peft or jppo wrote"
-        )
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    if not file.is_file() or not config.is_file():
+        raise UserError(f"{setting}: it needs {file.name} and {config.name}; give a folder that peft or jppo wrote")
     try:
-        stored = json.loads(config_file.read_text())
+        stored = json.loads(config.read_text())
         rank, alpha = int(stored["r"]), float(stored["lora_alpha"])
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise UserError(f"{setting}: {config_file.name} has no r and lora_alpha ({e}); write it again") from e
-    if unsupported := [
-        name for name in ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern") if stored.get(name)
-    ]:
-        raise UserError(f"{setting}: {config_file.name} has {unsupported[0]}; only plain LoRA can be trained: merge it")
-    for name, expected, stored_value in (("lora_rank", spec.rank, rank), ("lora_alpha", spec.alpha, alpha)):
-        if expected != stored_value:
-            raise UserError(
-                f"{setting}: its {name.removeprefix('lora_')} is {stored_value:g}; set model.{name}={stored_value:g}"
-            )
+        raise UserError(f"{setting}: {config.name} has no r and lora_alpha ({e}); write it again") from e
+    if other := [name for name in ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern") if stored.get(name)]:
+        raise UserError(f"{setting}: {config.name} has {other[0]}; only plain LoRA can be trained: merge it")
+    for name, want, have in (("lora_rank", spec.rank, rank), ("lora_alpha", spec.alpha, alpha)):
+        if want != have:
+            raise UserError(f"{setting}: its {name.removeprefix('lora_')} is {have:g}; set model.{name}={have:g}")
     return tensorfile.file_slots(file)
 
 

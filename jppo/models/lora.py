@@ -156,10 +156,10 @@ def adapter_table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry,
     entries = []
     for name, stack in itertools.product(targets_of(model, lora), model.stacks):
         for kernel in (kernels[path] for path in _kernel_paths(model, stack, *TARGETS[name]) if path in kernels):
-            lead_letters, input_letter, output_letters = _split_letters(kernel)
+            lead, inner, outer = _split_letters(kernel)
             entries += [
-                _adapter_entry(kernel, lora, "a", "lora_A", ("r", input_letter), f"{lead_letters}{input_letter}r"),
-                _adapter_entry(kernel, lora, "b", "lora_B", (output_letters, "r"), f"{lead_letters}r{output_letters}"),
+                _adapter_entry(kernel, lora, "a", "lora_A", ("r", inner), f"{lead}{inner}r"),
+                _adapter_entry(kernel, lora, "b", "lora_B", (outer, "r"), f"{lead}r{outer}"),
             ]
     if head == "value":
         score = kernels["score", "kernel"]
@@ -219,12 +219,8 @@ def _kernel_paths(model: ModelConfig, stack: Stack, module: str, name: str) -> l
 
 def _split_letters(kernel: Entry) -> tuple[str, str, str]:
     """Returns a kernel's letters: of layers and experts, of its input (the second axis of HF's), and of its output."""
-    lead_letters, input_letter = kernel.letters[: len(kernel.numbered)], kernel.hf_letters[1]
-    return (
-        lead_letters,
-        input_letter,
-        "".join(letter for letter in kernel.letters if letter not in lead_letters + input_letter),
-    )
+    lead, inner = kernel.letters[: len(kernel.numbered)], kernel.hf_letters[1]
+    return (lead, inner, "".join(letter for letter in kernel.letters if letter not in lead + inner))
 
 
 def _adapter_path(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -279,10 +275,8 @@ def kernel_and_adapter(entry: Entry, model: Weights) -> tuple[jax.Array, dict[st
 def merge(entry: Entry, kernel: jax.Array, adapter: dict[str, jax.Array]) -> jax.Array:
     """Computes W + B A, in W's dtype: both of `entry`, all layers of it or some."""
     chex.assert_rank(kernel, len(entry.letters))
-    lead_letters, input_letter, output_letters = _split_letters(entry)
-    product = jnp.einsum(
-        f"{lead_letters}{input_letter}r,{lead_letters}r{output_letters}->{entry.letters}", adapter["a"], adapter["b"]
-    )
+    lead, inner, outer = _split_letters(entry)
+    product = jnp.einsum(f"{lead}{inner}r,{lead}r{outer}->{entry.letters}", adapter["a"], adapter["b"])
     return (kernel.astype(jnp.float32) + product).astype(kernel.dtype)
 
 

@@ -111,11 +111,8 @@ class Entry:
     @property
     def hf_names(self) -> tuple[str, ...]:
         """Returns HF's names, in the order of `np.ndindex(numbered)`."""
-        indices = (dict(zip(("layer", "expert"), numbers, strict=False)) for numbers in np.ndindex(self.numbered))
-        return tuple(
-            self.hf.format(**numbers | {"layer": self.first + self.step * numbers.get("layer", 0)})
-            for numbers in indices
-        )
+        indices = (dict(zip(("layer", "expert"), at, strict=False)) for at in np.ndindex(self.numbered))
+        return tuple(self.hf.format(**at | {"layer": self.first + self.step * at.get("layer", 0)}) for at in indices)
 
 
 Rows = Callable[..., list[Entry]]  # makes the entries of a row, one of each stack

@@ -139,11 +139,6 @@ def compute_positions(
     rotaries: Sequence[tuple[Rotary, int]], position: jax.Array, segment: jax.Array | None
 ) -> Positions:
     """Computes the angles of every position, for the frequencies and the turned size of every kind of layer."""
-    angles_and_scales = [
-        (compute_angles(position, frequencies(rotary, size)), rotary.scale) for rotary, size in rotaries
-    ]
-    cos, sin = (
-        tuple(cos_sin[i] if scale == 1.0 else cos_sin[i] * scale for cos_sin, scale in angles_and_scales)
-        for i in (0, 1)
-    )
+    angles = [(compute_angles(position, frequencies(rotary, size)), rotary.scale) for rotary, size in rotaries]
+    cos, sin = (tuple(pair[i] if scale == 1.0 else pair[i] * scale for pair, scale in angles) for i in (0, 1))
     return Positions(segment, position, cos, sin)

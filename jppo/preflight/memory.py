@@ -24,14 +24,7 @@ from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.preflight.programs import Estimate, ProgramMemory, account, global_size, size
 from jppo.preflight.servers import server_memory
-from jppo.rollout.inprocess import (
-    TURNS,
-    InprocessSettings,
-    empty_fill_arguments,
-    make_empty,
-    make_programs,
-    sampling_rule,
-)
+from jppo.rollout.inprocess import TURNS, InprocessSettings, empty_fill, make_empty, make_programs, make_rule
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import greedy
 from jppo.settings import Common, Settings, Supervised, optimizers
@@ -180,10 +173,10 @@ def own_engine(c: Settings, mesh: Any, policy: Any) -> list[Program]:
     programs = make_programs(s, (0,), steps=TURNS)
     model = _prepared(s, programs, sharding.own_part(mesh), c.model.param_dtype)
     slots = _slots(s)
-    choice = jax.tree.map(_shape, sampling_rule(greedy(1)))
+    choice = jax.tree.map(_shape, make_rule(greedy(1)))
     rows = jax.ShapeDtypeStruct((), "int32")
     prompt_shape = max(s.prompt_shapes, key=math.prod)
-    prompts = jax.tree.map(_shape, empty_fill_arguments(s.rows, prompt_shape))
+    prompts = jax.tree.map(_shape, empty_fill(s.rows, prompt_shape))
     advance = programs.advance_cut if s.cut else programs.advance
     filled, decoded = (model, slots, *prompts), (model, slots, choice, rows)
     scratch = model, slots

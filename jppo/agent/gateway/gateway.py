@@ -58,9 +58,7 @@ class Gateway:
 
         async def on_engine(ids: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
             asked = ask(ids, sampling=sampling, seed=seed, near=near)
-            return await asyncio.wrap_future(
-                context.run(asyncio.run_coroutine_threadsafe, _await_answer(asked), engine)
-            )
+            return await asyncio.wrap_future(context.run(asyncio.run_coroutine_threadsafe, _await(asked), engine))
 
         arguments = (self._language, self._rules, on_engine, prompt, sampling, seed)
         future = asyncio.run_coroutine_threadsafe(self._run_episode(*arguments), self._start_loop())
@@ -183,7 +181,7 @@ def _stream(events: Iterable[tuple[str, Any]]) -> HttpReply:
     return HttpReply(text.encode(), "text/event-stream")
 
 
-async def _await_answer(asked: Any) -> Answer:
+async def _await(asked: Any) -> Answer:
     """Makes a coroutine of an awaitable, as `run_coroutine_threadsafe` needs."""
     answer: Answer = await asked
     return answer

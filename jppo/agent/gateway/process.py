@@ -67,9 +67,9 @@ def parse_agent(agent: str) -> "Program":
 def _module_file(name: str, agent: str) -> pathlib.Path | None:
     """Returns the file of a top-level module as `forks.py` finds it, with this folder last; imports nothing."""
     top, dot, _ = name.partition(".")
-    folder = os.getcwd()
-    other_paths = [place for place in sys.path if place not in ("", folder)]
-    search_paths = [*child_process.python_path().split(os.pathsep), *other_paths, folder]
+    here = os.getcwd()
+    other_paths = [place for place in sys.path if place not in ("", here)]
+    search_paths = [*child_process.python_path().split(os.pathsep), *other_paths, here]
     spec = PathFinder.find_spec(top, search_paths) or importlib.util.find_spec(
         top
     )  # the last: built-in, or of other finders
@@ -80,15 +80,10 @@ def _module_file(name: str, agent: str) -> pathlib.Path | None:
 
 def episode_variables(url: str, key: str) -> dict[str, str]:
     """Returns the variables of an episode: the gateway's addresses and the key."""
-    variables = {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "ANTHROPIC_BASE_URL": url,
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_API_KEY": key,
-    }
+    env = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
     no_proxy = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     hosts = "127.0.0.1,localhost" + (f",{no_proxy}" if no_proxy else "")
-    return variables | dict.fromkeys(("NO_PROXY", "no_proxy"), hosts)
+    return env | dict.fromkeys(("NO_PROXY", "no_proxy"), hosts)
 
 
 def _inherited_environment() -> dict[str, str]:

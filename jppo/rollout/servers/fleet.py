@@ -203,40 +203,26 @@ class Fleet(PublishedServers):
                 max_new_tokens = min(max_new_tokens, max(map(len, sampling.stop)))
             part_sampling = dataclasses.replace(sampling, max_tokens=max_new_tokens)
             part_seed = seed if not tokens else sample_seed(seed, 0, len(tokens))
-            updates_before = self.weights.updates
+            updates = self.weights.updates
             try:
                 part = await self._ask_one(
                     [*ids, *tokens], part_sampling, part_seed, near, surely_broken=surely_broken, urgent=urgent
                 )
-                was_interrupted = bool(tokens)
+                continued = bool(tokens)
                 tokens, logprob = tokens + part.tokens, logprob + part.logprob
                 version += map(int, part.version)
                 experts = join_experts(experts, part.experts)
                 kept = None if kept is None else kept + (part.kept or [])
-                stop_length = (
-                    cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if was_interrupted else None
-                )
-                if stop_length is not None:
-                    experts = None if experts is None else experts[: len(ids) + stop_length - 1]
-                    kept = None if kept is None else kept[:stop_length]
-                    return Answer(
-                        tokens[:stop_length],
-                        logprob[:stop_length],
-                        version[:stop_length],
-                        "stop",
-                        part.server,
-                        experts,
-                        kept,
-                    )
+                end = cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if continued else None
+                if end is not None:
+                    experts = None if experts is None else experts[: len(ids) + end - 1]
+                    kept = None if kept is None else kept[:end]
+                    return Answer(tokens[:end], logprob[:end], version[:end], "stop", part.server, experts, kept)
                 if part.finish == "stop":
                     return Answer(tokens, logprob, version, "stop", part.server, experts, kept)
                 if len(tokens) == sampling.max_tokens:
                     return Answer(tokens, logprob, version, "length", part.server, experts, kept)
-                if (
-                    part.finish == "abort"
-                    and self.weights.updates == updates_before
-                    and not self._router.holds_requests
-                ):
+                if part.finish == "abort" and self.weights.updates == updates and not self._router.holds_requests:
                     raise ServerFault("a response ended with 'abort' without an update: did another client pause it?")
             except RequestDropped:
                 self.repeated_requests += 1

@@ -104,16 +104,12 @@ class Server:
 
     def wait_ready(self) -> None:
         """Returns when our own process answers; RolloutError with its last log lines if it ends or is late."""
-        stolen_ports = 0
+        stolen = 0
         while not self._is_ready():
             if not self.alive():
-                if (
-                    stolen_ports == STOLEN
-                    or self._stopped
-                    or not re.search(r"(?i)address already in use", self._read_log())
-                ):
+                if stolen == STOLEN or self._stopped or not re.search(r"(?i)address already in use", self._read_log()):
                     raise RolloutError(f"the server did not start; {self.log_excerpt()}")
-                stolen_ports += 1
+                stolen += 1
                 self.restart()
             if time.monotonic() > self._deadline:
                 message = f"was not ready after rollout.start_timeout_s={self._program.start_timeout_s:g}"
@@ -372,14 +368,10 @@ class Router:
             members = self.members
             available = [member for member in members if member.up and not member.in_repair]
             if available and not self.holds_requests:
-                least_busy = min(available, key=lambda member: member.in_flight)
+                least = min(available, key=lambda member: member.in_flight)
                 preferred = members[hash(near) % len(members)]
-                most_in_flight = min(least_busy.in_flight + SLACK, preferred.connections - 1)
-                chosen = (
-                    preferred
-                    if preferred in available and (urgent or preferred.in_flight <= most_in_flight)
-                    else least_busy
-                )
+                limit = min(least.in_flight + SLACK, preferred.connections - 1)
+                chosen = preferred if preferred in available and (urgent or preferred.in_flight <= limit) else least
                 if urgent or chosen.in_flight < chosen.connections:
                     chosen.in_flight += 1
                     return chosen

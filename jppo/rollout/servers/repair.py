@@ -261,7 +261,7 @@ class Membership:
         }  # a publish that broke off may have paused them
         self._reported_faults: dict[str, str] = {}  # faults by address, each reported once
         self._joining: dict[str, asyncio.Task[None]] = {}  # by address
-        self._missing_urls: set[str] = set()  # addresses that the last look-up did not name
+        self._missing: set[str] = set()  # addresses that the last look-up did not name
 
     async def watch(self) -> None:
         """Follows the look-up until cancelled."""
@@ -285,11 +285,8 @@ class Membership:
             return
         self._reported_faults.pop("", None)
         present = {member.endpoint.url: member for member in self._router.members}
-        missing_urls = present.keys() - set(urls)
-        leaving, self._missing_urls = (
-            missing_urls & self._missing_urls,
-            missing_urls,
-        )  # one look-up may read a half-written file
+        missing = present.keys() - set(urls)
+        leaving, self._missing = (missing & self._missing, missing)  # one look-up may read a half-written file
         for url in leaving:
             say(f"the server at {url} leaves")
             await self._repairs.drop(present[url])
@@ -329,16 +326,12 @@ class Membership:
             say(fault)
 
 
-def address_lookup(source: Path | tuple[str, int]) -> Lookup:
+def address_lookup(place: Path | tuple[str, int]) -> Lookup:
     """Makes the look-up of the present addresses in a file, or of a DNS name and a port."""
-    return (
-        functools.partial(_read_addresses, source)
-        if isinstance(source, Path)
-        else functools.partial(_resolve_addresses, *source)
-    )
+    return functools.partial(_read_file, place) if isinstance(place, Path) else functools.partial(_resolve_name, *place)
 
 
-def _read_addresses(path: Path) -> list[str]:
+def _read_file(path: Path) -> list[str]:
     """Returns the server addresses in a file, one in each line; ValueError if one is invalid."""
     lines = (line.partition("#")[0].strip().rstrip("/") for line in path.read_text(encoding="utf-8").splitlines())
     urls = list(dict.fromkeys(filter(None, lines)))
@@ -352,7 +345,7 @@ def _read_addresses(path: Path) -> list[str]:
     return urls
 
 
-def _resolve_addresses(name: str, port: int) -> list[str]:
+def _resolve_name(name: str, port: int) -> list[str]:
     """Returns the server addresses of a DNS name."""
     addresses = {str(info[4][0]) for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)}
     return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in sorted(addresses)]

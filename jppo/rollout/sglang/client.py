@@ -32,13 +32,7 @@ from jppo.rollout.servers.http_client import brief
 from jppo.rollout.servers.member import Server, ServerFacts, ServerLimits, ServerProgram, check_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.arguments import (
-    ServerSettings,
-    make_program,
-    parse_engine_args,
-    triton_environment,
-    visible_devices,
-)
+from jppo.rollout.vllm.arguments import ServerSettings, make_program, parse_engine_args, triton_env, visible_devices
 from jppo.rollout.vllm.publish import SHARED_MEMORY, make_folder, write_tensors
 from jppo.types import Sampling
 
@@ -270,7 +264,7 @@ def sglang_environment(settings: ServerSettings) -> dict[str, str]:
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise a paused server is unhealthy
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the tokens of ROOM, which never occur
         "HF_HUB_OFFLINE": "1",
-        **triton_environment(settings.dtype),
+        **triton_env(settings.dtype),
     }
 
 

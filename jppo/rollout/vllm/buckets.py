@@ -196,11 +196,7 @@ class Streamed:
             yield fields, _total_bytes(changes)
 
     def _update_step(
-        self,
-        current_pass: Pass,
-        whole_fields: Mapping[str, Any],
-        whole_bytes: int,
-        changes: tuple[Mapping[str, Any], int] | None,
+        self, current_pass: Pass, whole: Mapping[str, Any], nbytes: int, changes: tuple[Mapping[str, Any], int] | None
     ) -> Step:
         """Returns the step that posts a bucket, or its changes, to a server, and checks that the server accepts it."""
 
@@ -208,11 +204,9 @@ class Streamed:
             url = endpoint.url
             if url in current_pass.refused or (current_pass.only is not None and url not in current_pass.only):
                 return
-            fields, sent_bytes = (
-                changes if changes is not None and url in current_pass.have_base else (whole_fields, whole_bytes)
-            )
+            fields, sent_bytes = changes if changes is not None and url in current_pass.have_base else (whole, nbytes)
             endpoint.post(UPDATE, {"update_info": {"version": self.version, **fields}})
-            self.sizes.append((sent_bytes, whole_bytes))
+            self.sizes.append((sent_bytes, nbytes))
             try:
                 require_accepted(endpoint, self.version, "jppo_transfer")
             except ServerFault:

@@ -185,16 +185,12 @@ class Nccl:
         self._communicator = communicator = self._make_communicator()
         raw_id, ranks = communicator.unique_id(), 1 + sum(workers.values())
         unique_id = base64.b64encode(raw_id).decode()
-        rank_offsets = {url: 1 + sum(list(workers.values())[:i]) for i, url in enumerate(workers)}
+        offsets = {url: 1 + sum(list(workers.values())[:i]) for i, url in enumerate(workers)}
         buffer = jax.block_until_ready(jax.device_put(jnp.zeros(1, jnp.float32), self._device))
 
         def join_as_server(endpoint: Endpoint) -> None:
-            init_info = {
-                "nccl_unique_id_b64": unique_id,
-                "rank_offset": rank_offsets[endpoint.url],
-                "world_size": ranks,
-            }
-            endpoint.post("/init_weight_transfer_engine", {"init_info": init_info})
+            info = {"nccl_unique_id_b64": unique_id, "rank_offset": offsets[endpoint.url], "world_size": ranks}
+            endpoint.post("/init_weight_transfer_engine", {"init_info": info})
 
         def join_as_trainer() -> None:
             communicator.join(raw_id, ranks, buffer.unsafe_buffer_pointer())

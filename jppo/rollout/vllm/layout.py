@@ -242,7 +242,7 @@ def decode_block(old: np.ndarray, changes: memoryview) -> tuple[np.ndarray, int]
 
 def _decode_blocks(old: np.ndarray, changes: memoryview) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields each old block of a tensor, and its new contents."""
-    for block in _split_blocks(old):
+    for block in _split(old):
         new, used = decode_block(block, changes)
         changes = changes[used:]
         yield block, new
@@ -250,7 +250,7 @@ def _decode_blocks(old: np.ndarray, changes: memoryview) -> Iterator[tuple[np.nd
         raise WeightsRefused(f"{len(changes)} bytes follow the changes of the last block")
 
 
-def _split_blocks(words: np.ndarray) -> list[np.ndarray]:
+def _split(words: np.ndarray) -> list[np.ndarray]:
     """Returns the blocks of a tensor's integers, as views."""
     step = BLOCK // words.itemsize
     return [words[start : start + step] for start in range(0, len(words), step)]
@@ -271,10 +271,7 @@ class Copy:
 
     def changes(self, entries: Sequence[TensorEntry], tensors: Sequence[np.ndarray]) -> list[tuple[str, np.ndarray]]:
         """Stores a bucket and returns each tensor's changes as bytes."""
-        pairs = [
-            list(zip(_split_blocks(old), _split_blocks(new), strict=True))
-            for old, new in self._word_pairs(entries, tensors)
-        ]
+        pairs = [list(zip(_split(old), _split(new), strict=True)) for old, new in self._word_pairs(entries, tensors)]
         with ThreadPoolExecutor(THREADS) as pool:
             encoded = pool.map(_encode_and_store, itertools.chain(*pairs))
             payloads = [b"".join(itertools.islice(encoded, len(blocks))) for blocks in pairs]
