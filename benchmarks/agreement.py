@@ -23,7 +23,7 @@ import numpy as np
 from machine import ROOT, begin, title, write
 
 from jppo.models import config_reader, decoder, heads, hf
-from jppo.models.attention import Attend, make_xla_attention
+from jppo.models.attention import Attend, make_plain
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import attention_settings
 from jppo.run.agreement import LOOKS, PROBES, TOLERANCE, LogpGap, MismatchLimits
@@ -69,7 +69,7 @@ def base(dtype: str) -> str:
 
 def tf32_attention(cfg: ModelConfig) -> Attend:
     """Makes attention whose queries, keys and values have TF32's 10 bits of mantissa."""
-    plain = make_xla_attention(**attention_settings(cfg))
+    plain = make_plain(**attention_settings(cfg))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: Any) -> jax.Array:
         return plain(*(jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10) for x in (q, k, v)), *more)

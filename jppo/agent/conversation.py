@@ -210,7 +210,7 @@ class _State:
     messages: list[dict[str, str]]  # as the partner gets them
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
     respond: Respond | None = None
-    template_messages: list[Message] = dataclasses.field(default_factory=list)  # as the template gets them
+    history: list[Message] = dataclasses.field(default_factory=list)  # as the template gets them
     branches: list[_Branch] = dataclasses.field(default_factory=list)
     text: str = ""  # of the last turn
     sampled: int = 0  # tokens of the last turn
@@ -240,10 +240,10 @@ class _State:
 
     def begin(self, chat: Chat, opening: str, room: int) -> list[int]:
         """Returns the prompt with the partner's first message; no tokens if it has no room."""
-        self.template_messages = list(self.messages)
+        self.history = list(self.messages)
         ids: list[int] = self.prompt.ids.tolist()
         if opening:
-            self.template_messages, with_opening = chat.opening(self.prompt.messages, ids, opening)
+            self.history, with_opening = chat.opening(self.prompt.messages, ids, opening)
             self.messages.append({"role": "user", "content": opening})
             if len(with_opening) >= room:
                 self.fault = (
@@ -265,23 +265,18 @@ class _State:
         if not replies:
             return []
         try:
-            ids, continues = chat.follow(
-                SampledTurn(self.template_messages, turn, self.text, self.branch.ids, self.sampled), replies
-            )
+            ids, same = chat.follow(SampledTurn(self.history, turn, self.text, self.branch.ids, self.sampled), replies)
         except UNREADABLE as e:
             self.fault = f"the chat template or the tokenizer refuses the conversation: {' '.join(str(e).split()):.200}"
             return []
         if len(ids) >= room:
             self.finish = "length"
             return []
-        if not continues:
+        if not same:
             self.branches.append(_Branch(ids))
         self.branch.add_inserted(ids)
-        self.template_messages, self.messages, self.num_replies = (
-            [*self.template_messages, turn, *replies],
-            self.messages + replies,
-            self.num_replies + 1,
-        )
+        self.history, self.messages = [*self.history, turn, *replies], self.messages + replies
+        self.num_replies += 1
         return ids
 
     def add_tool_replies(self, calls: int, replies: ToolReplies) -> list[dict[str, str]]:

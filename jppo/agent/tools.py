@@ -188,11 +188,9 @@ class Toolbox:
         """Makes the calls concurrently; every call has an answer. Calls above the limit are not made."""
         limit = self._limits.parallel
         replies = list(await asyncio.gather(*(self._call_one(call, prompt, memory) for call in calls[:limit])))
-        if (num_surplus := len(calls) - limit) > 0:
-            error = f"error: {num_surplus} calls were not made, only {limit} may be made at once"
-            replies.append(
-                ToolReplies([{"role": "tool", "name": "error", "content": self._truncate(error)}], num_surplus, 0.0)
-            )
+        if (surplus := len(calls) - limit) > 0:
+            text = f"error: {surplus} calls were not made, only {limit} may be made at once"
+            replies.append(ToolReplies([{"role": "tool", "name": "error", "content": self._cut(text)}], surplus, 0.0))
         return ToolReplies(
             [message for reply in replies for message in reply.messages],
             errors=sum(reply.errors for reply in replies),
@@ -216,7 +214,7 @@ class Toolbox:
                 text = f"error: {name} took longer than {self._limits.timeout_s:g} s"
             except Exception as e:  # a tool may raise anything
                 text = f"error: {said(e)}"
-        message = {"role": "tool", "name": name, "content": self._truncate(text)}
+        message = {"role": "tool", "name": name, "content": self._cut(text)}
         return ToolReplies([message], int(failed), time.monotonic() - start_s, reward, fault or None)
 
     async def _run_tool(self, call: Call, prompt: Prompt, memory: dict[str, Any]) -> tuple[str, float, str]:
@@ -236,7 +234,7 @@ class Toolbox:
             return "", 0.0, f"the tool {call.name} returned {short(answer)}; {rule}"
         return text, number, ""
 
-    def _truncate(self, text: str) -> str:
+    def _cut(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode("utf-8")  # a tokenizer cannot encode half a surrogate pair
         return cut_to_length(text, self._limits.characters, self._limits.side)
 

@@ -83,7 +83,7 @@ def check_template(
     if not schemas:
         return Form(name)
     _require_tool_names(render, schemas, setting)
-    needs_fields, counts = False, range(1, 1 + min(parallel, 2))
+    parsed, counts = False, range(1, 1 + min(parallel, 2))
     for schema, count, text in itertools.product(schemas, counts, ("", SAID)) if parse else ():
         calls = [_example_call(schema)] * count
         fields = call_fields(calls)
@@ -92,17 +92,15 @@ def check_template(
         if parse and parse(call_text, schemas) != calls:
             raise _unread_error(call_text, calls, f"{setting}={name!r}")
         _require_shown(render, "tool", turn, setting, count)
-        needs_fields |= render([*_PROMPT, turn, *answers]) != render(
-            [*_PROMPT, _TURN | {"content": call_text}, *answers]
-        )
-    if not needs_fields:
+        parsed |= render([*_PROMPT, turn, *answers]) != render([*_PROMPT, _TURN | {"content": call_text}, *answers])
+    if not parsed:
         _require_shown(render, "tool", _TURN, setting)
         return Form(name)
     with contextlib.suppress(UserError):  # such a template may refuse answers to a text
         if _shows(render, "tool", _TURN):
-            return Form(name, needs_fields)
+            return Form(name, parsed)
     _require_shown(render, "user", _TURN, setting)
-    return Form(name, needs_fields, "user")
+    return Form(name, parsed, "user")
 
 
 def changed_turns(render: Callable[..., str], roles: Sequence[str]) -> list[str]:

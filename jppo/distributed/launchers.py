@@ -85,21 +85,19 @@ def join_launched(
     logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)  # proxies are not used for our own hosts
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # `watchdog.py` handles SIGTERM
-    options = {} if place.rank is None else _coordinator_arguments(place)
+    known = {} if place.rank is None else _coordinator_arguments(place)
     text = f"not all of {place.count} hosts came together within trainer.join_timeout_s={join_timeout_s:g}"
     abort_message = _AbortMessage(2, text)
     try:
         jax.distributed.initialize(
-            **options,
+            **known,
             initialization_timeout=max(1, int(join_timeout_s)),
             heartbeat_timeout_seconds=int(2 * host_timeout_s) + 30,  # `hosts.py` is faster, and names the host
             shutdown_timeout_seconds=max(1, int(end_timeout_s)),
         )
     except (RuntimeError, ValueError) as e:
         reason = " ".join(str(e).split())[:200]
-        _exit(
-            2, f"{text}: {reason}" if options else f"trainer.nnodes={place.count}: JAX found no other hosts: {reason}"
-        )
+        _exit(2, f"{text}: {reason}" if known else f"trainer.nnodes={place.count}: JAX found no other hosts: {reason}")
     from jax._src import distributed  # the store has no public name
 
     state = distributed.global_state

@@ -47,7 +47,7 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 64, 1024  # of queries
 UNSEEN = -1e30  # the score of a key that is not seen
 
 
-def make_xla_attention(
+def make_plain(
     *, scale: float, softcap: float | None, windows: Windows, shared: tuple[int, int] | None = None
 ) -> Attend:
     """Makes attention by XLA alone, on any backend. It holds the scores of one block of queries at a time.
@@ -320,14 +320,14 @@ class DeltaCache:
     inputs: jax.Array  # [R, taps - 1, C], the last ones of its convolution
 
 
-AnyCache = LayerCache | DeltaCache  # of one layer
-Cache = tuple[AnyCache | None, ...]  # one per layer, each updated in place; None: it takes an earlier layer's
+State = LayerCache | DeltaCache  # of one layer
+Cache = tuple[State | None, ...]  # one per layer, each updated in place; None: it takes an earlier layer's
 
 
 def empty_cache(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Cache:
     """Allocates a cache of `length` positions for so many rows."""
 
-    def make(modules: LayerModules) -> AnyCache | None:
+    def make(modules: LayerModules) -> State | None:
         if not modules.keyed:
             return None
         if modules.mixer == "attention":

@@ -256,9 +256,7 @@ def read_experts(fields: Fields, names: ExpertNames | None, num_layers: int) -> 
     sparse = (True,) * num_layers
     if names.mixed:
         sparse = (
-            _sparse_layers(fields, num_layers)
-            if names.deepseek is None
-            else _layers_after_dense(fields, names.deepseek, num_layers)
+            _sparse(fields, num_layers) if names.deepseek is None else _after_dense(fields, names.deepseek, num_layers)
         )
     if not any(sparse):
         return None
@@ -295,13 +293,13 @@ def _read_normalized(fields: Fields, names: ExpertNames) -> bool:
     return bool(fields.or_null("norm_topk_prob", bool, default))  # null is false, as in transformers
 
 
-def _layers_after_dense(fields: Fields, version: DeepSeekVersion, num_layers: int) -> tuple[bool, ...]:
+def _after_dense(fields: Fields, version: DeepSeekVersion, num_layers: int) -> tuple[bool, ...]:
     """Returns whether each layer has experts: all but the first ones."""
     num_dense = fields.from_zero("first_k_dense_replace", version.dense_layers)
     return tuple(i >= num_dense for i in range(num_layers))
 
 
-def _sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+def _sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """Returns whether each layer has experts, by the fields of step and exceptions."""
     step = fields.get("decoder_sparse_step", int, 1)
     dense = fields.get("mlp_only_layers", list, [])

@@ -124,13 +124,11 @@ def grouped_outputs(
     """Computes the function chunk by chunk, on a CPU or an accelerator."""
     chunks, take_kernels = _make_chunks(kernels, sizes, order, cpu=cpu), _kernel_taker(kernels, rows)
 
-    def chunk_outputs(i: Any) -> jax.Array:
+    def run_chunk(i: Any) -> jax.Array:
         return mapping.fn(take_kernels(chunks.group[i]), mapping.rows(rows, chunks.pair[i]))
 
-    start = chunks.empty(jax.eval_shape(chunk_outputs, 0))
-    return chunks.joined(
-        chunks.run(lambda i, out: jax.lax.dynamic_update_index_in_dim(out, chunk_outputs(i), i, 0), start)
-    )
+    start = chunks.empty(jax.eval_shape(run_chunk, 0))
+    return chunks.joined(chunks.run(lambda i, out: jax.lax.dynamic_update_index_in_dim(out, run_chunk(i), i, 0), start))
 
 
 def grouped_gradients(

@@ -28,10 +28,10 @@ from jppo.models.sequence_parallel import (
     POSITIONS,
     WHOLE,
     column_axes,
-    gather_columns,
+    gather_all,
     map_over_mesh,
     row_axes,
-    sum_gradient,
+    sum_grads,
 )
 
 # (kernels, x [R, T, D], weights and indices of the tokens' experts [R, T, active], model) -> [R, T, D]
@@ -184,16 +184,14 @@ class _Plan:
         """Computes the outputs [R, T, D] of a device's tokens, with its experts or with a part of their width."""
         spec = self.cfg.experts
         assert spec is not None
-        target, kernels = (self.cfg, shards.width), join_kernels(kernels)
+        pair, kernels = (self.cfg, shards.width), join_kernels(kernels)
         flat_x, weight, chosen = (array.reshape(-1, array.shape[-1]) for array in (x, weight, chosen))
         if shards.experts is not None and self.mesh is not None:
-            exchange = TokenExchange(
-                functools.partial(expert_outputs, target, 1), shards.experts, self.mesh, spec.count
-            )
+            exchange = TokenExchange(functools.partial(expert_outputs, pair, 1), shards.experts, self.mesh, spec.count)
             return run_experts(exchange, kernels, flat_x, weight, chosen).reshape(x.shape)
         order = jnp.argsort(chosen.reshape(-1), stable=True)  # of pairs of a token and an expert
         sizes = jnp.bincount(chosen.reshape(-1), length=spec.count).astype(jnp.int32)
-        outputs = expert_outputs(target, spec.active, kernels, flat_x, weight.reshape(-1, 1), sizes, order)
+        outputs = expert_outputs(pair, spec.active, kernels, flat_x, weight.reshape(-1, 1), sizes, order)
         return sum_consecutive(outputs, spec.active).reshape(x.shape)
 
 
@@ -217,7 +215,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 def _forward(plan: _Plan, shards: _Shards, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array) -> Any:
     """Computes the outputs of a device's tokens [R, T, D]."""
-    full_kernels = gather_columns(kernels, shards.column_axes, x.dtype)
+    full_kernels = gather_all(kernels, shards.column_axes, x.dtype)
     outputs = plan.device_outputs(shards, tuple(full_kernels), x, weight, chosen)
     return outputs if shards.width is None else jax.lax.psum(outputs, shards.width)
 
@@ -226,7 +224,7 @@ def _backward(
     plan: _Plan, shards: _Shards, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array, cotangent: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
     """Computes the gradients of the kernels and of a device's tokens, with the experts' activations recomputed."""
-    full_kernels = gather_columns(kernels, shards.column_axes, x.dtype)
+    full_kernels = gather_all(kernels, shards.column_axes, x.dtype)
     # Gradients of kernels are summed in f32: the products cast wide kernels to x's dtype.
     wide_kernels = tuple(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in full_kernels)
 
@@ -238,7 +236,7 @@ def _backward(
         grad_x, grad_weight = jax.lax.psum((grad_x, grad_weight), shards.width)
     if plan.mesh is not None:
         gradients_and_axes = zip(grad_kernels, shards.column_axes, strict=True)
-        grad_kernels = [sum_gradient(gradient, axes, shards.experts) for gradient, axes in gradients_and_axes]
+        grad_kernels = [sum_grads(gradient, axes, shards.experts) for gradient, axes in gradients_and_axes]
     if shards.width is not None:  # the bias of down has no part of the width
         grad_kernels = [*grad_kernels[:5], *(jax.lax.psum(gradient, shards.width) for gradient in grad_kernels[5:])]
     return tuple(new.astype(old.dtype) for new, old in zip(grad_kernels, kernels, strict=True)), grad_x, grad_weight

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jppo.errors import UserError
-from jppo.models.attention import NAME, Attend, Windows, make_xla_attention
+from jppo.models.attention import NAME, Attend, Windows, make_plain
 from jppo.models.sequence_parallel import EXCHANGED, Split, repeat_heads, row_axes
 
 NAMES = ("auto", "xla", "cudnn", "pallas", "splash")
@@ -107,7 +107,7 @@ def make_attention(
     `interpret` runs a kernel on any device, slowly: as its own program, and cudnn's as the same call to XLA.
     """
     if kernel == "xla":
-        return make_xla_attention(
+        return make_plain(
             scale=needs.scale, softcap=needs.softcap, windows=needs.effective_windows, shared=needs.shared
         )
     if (fault := _unsupported_reason(kernel, needs, None)) is not None:

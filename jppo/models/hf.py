@@ -94,7 +94,7 @@ def load_params(
     """
     entries, slots = _find_parameters(path, cfg, head)
     loaded = params.tree(
-        entries, lambda entry: _read_parameter(entry, slots, entry.dtype(param_dtype), _sharding(shardings, entry.path))
+        entries, lambda entry: _load(entry, slots, entry.dtype(param_dtype), _sharding(shardings, entry.path))
     )
     if head == "value" and "score.weight" not in slots:
         if key is None:
@@ -129,18 +129,14 @@ def load_adapters(
     """Loads the adapters of a policy from peft's folder into their shards, in f32."""
     slots, entries = adapter_slots(path, spec), lora.adapter_table(cfg, spec, head="lm")
     shapes = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
-    mismatched = sorted(set(shapes) ^ set(slots)) or [name for name in shapes if slots[name].shape != shapes[name]]
-    if mismatched:
-        fault = (
-            "lacks" if mismatched[0] not in slots else "has another shape of" if mismatched[0] in shapes else "also has"
-        )
+    names = sorted(set(shapes) ^ set(slots)) or [name for name in shapes if slots[name].shape != shapes[name]]
+    if names:
+        fault = "lacks" if names[0] not in slots else "has another shape of" if names[0] in shapes else "also has"
         raise UserError(
-            f"model.lora_adapter_path={os.fspath(path)!r} {fault} {_name_some(mismatched)}; set model.target_modules to"
+            f"model.lora_adapter_path={os.fspath(path)!r} {fault} {_name_some(names)}; set model.target_modules to"
             " its modules, and model.path to its base"
         )
-    return params.tree(
-        entries, lambda entry: _read_parameter(entry, slots, jnp.float32, _sharding(shardings, entry.path))
-    )
+    return params.tree(entries, lambda entry: _load(entry, slots, jnp.float32, _sharding(shardings, entry.path)))
 
 
 def _sharding(shardings: Params | None, path: tuple[str, ...]) -> Any:
@@ -236,13 +232,13 @@ def _name_some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _read_parameter(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> Any:
+def _load(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> Any:
     """Reads one parameter, filled tensor by tensor in its shards; quantised if its sharding is of codes and scales."""
     out_shardings, method = sharding, "none"
     if isinstance(sharding, kernels.Quantized):
         sharding, method = sharding.codes, sharding.method
     form = kernels.stored_form(entry, dtype, method)
-    parameter: Any = jax.jit(
+    array: Any = jax.jit(
         lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form), out_shardings=out_shardings
     )()
     for index, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
@@ -250,9 +246,9 @@ def _read_parameter(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any,
         if entry.padding and sharding is not None:  # else no mesh divides it, and each device would get all of it
             tensor = np.pad(tensor, [(0, entry.padding)] + [(0, 0)] * (tensor.ndim - 1))
         piece = tensor[(None,) * len(index)]
-        parameter = _fill(parameter, placing.put(piece, _piece_sharding(sharding, piece.shape)), index)
-        jax.block_until_ready(parameter)  # one tensor on the host at a time
-    return parameter
+        array = _fill(array, placing.put(piece, _piece_sharding(sharding, piece.shape)), index)
+        jax.block_until_ready(array)  # one tensor on the host at a time
+    return array
 
 
 def _piece_sharding(sharding: Any, shape: tuple[int, ...]) -> Any:

@@ -158,8 +158,8 @@ def adapter_table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry,
         for kernel in (kernels[path] for path in _kernel_paths(model, stack, *TARGETS[name]) if path in kernels):
             lead, inner, outer = _split_letters(kernel)
             entries += [
-                _adapter_entry(kernel, lora, "a", "lora_A", ("r", inner), f"{lead}{inner}r"),
-                _adapter_entry(kernel, lora, "b", "lora_B", (outer, "r"), f"{lead}r{outer}"),
+                _make_entry(kernel, lora, "a", "lora_A", ("r", inner), f"{lead}{inner}r"),
+                _make_entry(kernel, lora, "b", "lora_B", (outer, "r"), f"{lead}r{outer}"),
             ]
     if head == "value":
         score = kernels["score", "kernel"]
@@ -169,15 +169,13 @@ def adapter_table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry,
 
 def targets_of(model: ModelConfig, lora: Lora) -> tuple[str, ...]:
     """Returns the modules of the model that have adapters; UserError for a module that it has not."""
-    model_paths = {entry.path for entry in params.table(model, head="trunk")}
+    present = {entry.path for entry in params.table(model, head="trunk")}
     paths = {
         name: [p for stack in model.stacks for p in _kernel_paths(model, stack, *path)]
         for name, path in TARGETS.items()
     }
-    possible = tuple(name for name, target_paths in paths.items() if not model_paths.isdisjoint(target_paths))
-    routed = [
-        n for n in lora.targets if any("experts" in p and "shared" not in p for p in paths[n] if p in model_paths)
-    ]
+    possible = tuple(name for name, target_paths in paths.items() if not present.isdisjoint(target_paths))
+    routed = [n for n in lora.targets if any("experts" in p and "shared" not in p for p in paths[n] if p in present)]
     if lora.dropout and routed:
         raise UserError(
             f"model.lora_dropout={lora.dropout}: adapters of routed experts ({', '.join(routed)}) have no dropout; set"
@@ -228,15 +226,13 @@ def _adapter_path(path: tuple[str, ...]) -> tuple[str, ...]:
     return path[:-1] if path[-1] == "kernel" else path
 
 
-def _adapter_entry(
-    kernel: Entry, lora: Lora, name: str, peft_name: str, hf_letters: tuple[str, ...], letters: str
-) -> Entry:
+def _make_entry(kernel: Entry, lora: Lora, name: str, peft: str, hf_letters: tuple[str, ...], letters: str) -> Entry:
     """Makes the entry of a kernel's A or B."""
     sizes = dict(zip(kernel.letters, kernel.shape, strict=True)) | {"r": lora.rank}
     axes = dict(zip(kernel.letters, kernel.axes, strict=True)) | {"r": None}
     return Entry(
         path=(COLLECTION, *_adapter_path(kernel.path), name),
-        hf=f"base_model.model.{kernel.hf.removesuffix('.weight')}.{peft_name}.weight",
+        hf=f"base_model.model.{kernel.hf.removesuffix('.weight')}.{peft}.weight",
         hf_letters=hf_letters,
         letters=letters,
         shape=tuple(sizes[letter] for letter in letters),

@@ -223,12 +223,10 @@ class _Batcher:
         """Fills free rows with the first waiting requests, as many as one prefill takes; returns them."""
         count, length = next(shape for shape in self.settings.prompt_shapes if shape[1] >= len(waiting[0].ids))
         seen: dict[bytes, int] = {}
-        requests = list(
+        batch = list(
             itertools.takewhile(lambda r: seen.setdefault(r.beginning, len(seen)) < count, waiting[: len(free_rows)])
         )
-        return self._programs.fill(
-            self._model, slots, *self._fill_arguments(requests, free_rows, (count, length))
-        ), requests
+        return self._programs.fill(self._model, slots, *self._fill_arguments(batch, free_rows, (count, length))), batch
 
     def _fill_arguments(
         self, requests: Sequence[_Waiting], free_rows: Sequence[int], shape: tuple[int, int]
@@ -341,18 +339,16 @@ class InprocessSampler(Sampler):
             """Runs the talks and the batcher that answers them, until all talks have ended."""
             batcher = self._batcher(model)
             batching = asyncio.ensure_future(batcher.answer_all())
-            conversing = asyncio.ensure_future(
-                protocol.converse(batcher.ask, self._talk, prompts, sampling, done, only)
-            )
+            talks = asyncio.ensure_future(protocol.converse(batcher.ask, self._talk, prompts, sampling, done, only))
             try:
-                await asyncio.wait([batching, conversing], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([batching, talks], return_when=asyncio.FIRST_COMPLETED)
                 if batching.done():  # it ends only by failing
                     batching.result()
-                return await conversing
+                return await talks
             finally:
                 batching.cancel()
-                conversing.cancel()
-                await asyncio.gather(batching, conversing, return_exceptions=True)
+                talks.cancel()
+                await asyncio.gather(batching, talks, return_exceptions=True)
 
         future: Future[list[Trajectory]] = Future()
         future.set_result(protocol.run(generate()))

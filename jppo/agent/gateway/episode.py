@@ -143,7 +143,7 @@ class Episode:
             return history.empty_trajectory(prompt.uid, prompt.ids, Exchange(**fields))
         trained, trajectories = set[int](), []
         for path in paths[: self._rules.branches]:
-            t = history.make_trajectory(prompt.uid, path, trained, self._language.decode)
+            t = history.to_trajectory(prompt.uid, path, trained, self._language.decode)
             rewards = history.branch_rewards(path, t, self._posted_rewards)
             exchange = Exchange(**fields, earned=rewards, branches_left_out=max(0, len(paths) - self._rules.branches))
             trajectories.append(dataclasses.replace(t, exchange=exchange, finish="length" if truncated else t.finish))

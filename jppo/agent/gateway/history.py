@@ -227,9 +227,7 @@ def _answer_path(paths: Sequence[list[Turn]]) -> list[Turn]:
     return max(early, key=lambda path: (len(path), -path[-1].index, path[-1].state.digest()))
 
 
-def make_trajectory(
-    uid: str, path: Sequence[Turn], trained: set[int], decode: Callable[[list[int]], str]
-) -> Trajectory:
+def to_trajectory(uid: str, path: Sequence[Turn], trained: set[int], decode: Callable[[list[int]], str]) -> Trajectory:
     """Returns a branch as a trajectory, and adds the ids of its turns to `trained`, the ids in earlier branches."""
     leaf = path[-1]
     ids, n = leaf.ids, leaf.end

@@ -172,9 +172,9 @@ class Program:
             self._ready.set_result(None)
         elif "code" in message:
             self._deaths = 0
-            _set_result(self._waiting.pop(message["id"])[1], (message["code"], ""))
+            _resolve(self._waiting.pop(message["id"])[1], (message["code"], ""))
         else:
-            _set_result(self._waiting[message["id"]][0], None)
+            _resolve(self._waiting[message["id"]][0], None)
 
     def _handle_lost_process(self) -> None:
         """Ends the episodes of a process that has ended, and their samples; the next episode starts another one."""
@@ -187,10 +187,8 @@ class Program:
         self._log.close()
         self._process = None
         for started, ended in self._waiting.values():
-            _set_result(started, None)
-            _set_result(
-                ended, (-signal.SIGKILL, f"the process that starts all agents has ended; {reason}".rstrip("; "))
-            )
+            _resolve(started, None)
+            _resolve(ended, (-signal.SIGKILL, f"the process that starts all agents has ended; {reason}".rstrip("; ")))
         self._waiting.clear()
 
     def _fail(self, reason: str) -> None:
@@ -205,7 +203,7 @@ class Program:
         self._waiting.clear()
 
 
-def _set_result(future: asyncio.Future[Any], result: Any) -> None:
+def _resolve(future: asyncio.Future[Any], result: Any) -> None:
     """Sets a future's result, unless it is done or cancelled."""
     if not future.done():  # cancelled
         future.set_result(result)

@@ -108,12 +108,12 @@ class Server:
         while not self._is_ready():
             if not self.alive():
                 if stolen == STOLEN or self._stopped or not re.search(r"(?i)address already in use", self._read_log()):
-                    raise RolloutError(f"the server did not start; {self.log_excerpt()}")
+                    raise RolloutError(f"the server did not start; {self.excerpt()}")
                 stolen += 1
                 self.restart()
             if time.monotonic() > self._deadline:
                 message = f"was not ready after rollout.start_timeout_s={self._program.start_timeout_s:g}"
-                raise RolloutError(f"the server {message}; {self.log_excerpt()}")
+                raise RolloutError(f"the server {message}; {self.excerpt()}")
             time.sleep(POLL_S)
         self._port.close()
 
@@ -128,7 +128,7 @@ class Server:
         process = self._process
         return process is not None and process.poll() is None
 
-    def log_excerpt(self) -> str:
+    def excerpt(self) -> str:
         """Returns the relevant lines of the log, and its path."""
         return "\n  ".join([f"{self.log} says:", *(line[:300] for line in relevant_lines(self._read_log()))])
 
@@ -296,7 +296,7 @@ class Member:
         request = asyncio.ensure_future(self.endpoint.ask(route, body, max_bytes=max_bytes))
         self.requests.add(request)
         try:
-            await self._wait_for_answer(request, route, is_sampling)
+            await self._await(request, route, is_sampling)
             if request.cancelled():
                 raise RequestDropped(f"the server at {self.endpoint.url} was given up")
             self.reset_timeout()
@@ -322,9 +322,7 @@ class Member:
         for request in self.requests:
             request.cancel()
 
-    async def _wait_for_answer(
-        self, request: asyncio.Task[Any], route: str, is_sampling: Callable[[int], bool]
-    ) -> None:
+    async def _await(self, request: asyncio.Task[Any], route: str, is_sampling: Callable[[int], bool]) -> None:
         """Returns when the request is done; ServerFault if it is late."""
         loop, timeout_s = asyncio.get_running_loop(), self.endpoint.timeout_s
         deadline, answers_before, is_next = max(loop.time(), self.last_answer_time) + timeout_s, self.answers, False

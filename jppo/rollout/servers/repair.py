@@ -64,11 +64,11 @@ class Repairs:
     def _forget_probe(self, endpoint: Endpoint, _: asyncio.Task[None]) -> None:
         del self._probe_tasks[endpoint]
 
-    def report_failure(self, member: Member, fault: ServerFault, *, surely_broken: bool) -> None:
-        """Schedules a check of a failed server; `surely_broken`: it is broken without a check."""
+    def report_failure(self, member: Member, fault: ServerFault, *, broken: bool) -> None:
+        """Schedules a check of a failed server; `broken`: it is broken without a check."""
         if not member.in_repair and not self.closed:
             member.in_repair = True
-            task = asyncio.get_running_loop().create_task(self._repair(member, fault, surely_broken=surely_broken))
+            task = asyncio.get_running_loop().create_task(self._repair(member, fault, broken=broken))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -104,18 +104,18 @@ class Repairs:
         """Checks the health of a server; one that fails is repaired."""
         try:
             if member.server is not None and not member.server.alive():
-                raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.log_excerpt()}")
+                raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.excerpt()}")
             await endpoint.with_timeout(self._limits.health_timeout_s).check_async("/health")
         except ServerFault as e:
-            self.report_failure(member, e, surely_broken=True)
+            self.report_failure(member, e, broken=True)
         except Exception as e:  # as in `_repair`
             self._router.fail(e)
 
-    async def _repair(self, member: Member, fault: RolloutError, *, surely_broken: bool) -> None:
+    async def _repair(self, member: Member, fault: RolloutError, *, broken: bool) -> None:
         """Restarts a broken server, waits for an attached one, or lets it leave, until one of these has worked."""
         try:
             # A second failure, as after a lost reply in an update: this task must repair it.
-            if not surely_broken and not await asyncio.to_thread(self._is_broken, member) and member.up:
+            if not broken and not await asyncio.to_thread(self._is_broken, member) and member.up:
                 return
             if self.elastic:
                 say(f"{fault}; it leaves")
@@ -281,7 +281,7 @@ class Membership:
         try:
             urls = await asyncio.to_thread(self._lookup)
         except (OSError, ValueError) as e:  # the present servers stay
-            self._report_once("", f"rollout.urls cannot be looked up: {e}")
+            self._report("", f"rollout.urls cannot be looked up: {e}")
             return
         self._reported_faults.pop("", None)
         present = {member.endpoint.url: member for member in self._router.members}
@@ -307,9 +307,7 @@ class Membership:
             self._known_urls.add(url)
             await self._repairs.admit(member)
         except (RolloutError, UserError) as e:
-            self._report_once(
-                url, f"{e.__cause__ or e}; it joins when it answers"
-            )  # without the command that starts one
+            self._report(url, f"{e.__cause__ or e}; it joins when it answers")  # without the command that starts one
             return
         except Exception as e:  # no other task waits for this one
             self._router.fail(e)
@@ -319,7 +317,7 @@ class Membership:
         self._reported_faults.pop(url, None)
         say(f"the server at {url} joins after {time.monotonic() - began:.1f} s")
 
-    def _report_once(self, url: str, fault: str) -> None:
+    def _report(self, url: str, fault: str) -> None:
         """Reports a fault of an address unless it was the last one reported of it."""
         if self._reported_faults.get(url) != fault:
             self._reported_faults[url] = fault

@@ -47,7 +47,7 @@ class Sglang:
 
     eos_token_ids: Sequence[int]
     vocab_size: int
-    start_advice: str  # command that starts a suitable server
+    advice: str  # command that starts a suitable server
     resume_route: str = "/continue_generation -H 'Content-Type: application/json' -d '{}'"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
@@ -108,7 +108,7 @@ class Sglang:
             deterministic = info["enable_deterministic_inference"]
         weights_name(endpoint)
         if deterministic is not True:
-            raise UserError(f"the server at {endpoint.url} ignores seeds; {self.start_advice}")
+            raise UserError(f"the server at {endpoint.url} ignores seeds; {self.advice}")
         return ServerFacts(name, longest - ROOM, endpoint.process)
 
     def paused(self, endpoint: Endpoint) -> bool:
@@ -323,20 +323,18 @@ class DirectoryPublisher:
         for folder in self._folders:
             folder.mkdir()
             shutil.copy(config, folder)
-        self._first_shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Directory:
         """Writes a whole policy; RolloutError if its tensors differ from the first publish."""
         path, entries = self._write(tensors)
         shapes = {entry.name: entry.shape for entry in entries}
-        self._first_shapes = self._first_shapes or shapes
-        if differ := sorted(
-            name for name in {*shapes, *self._first_shapes} if shapes.get(name) != self._first_shapes.get(name)
-        ):
+        self._shapes = self._shapes or shapes
+        if differ := sorted(name for name in {*shapes, *self._shapes} if shapes.get(name) != self._shapes.get(name)):
             name = differ[0]
             raise RolloutError(
                 f"version {version} of the weights differs from the first published model: {name} has shape"
-                f" {_shape_text(shapes.get(name))} instead of {_shape_text(self._first_shapes.get(name))};"
+                f" {_shape_text(shapes.get(name))} instead of {_shape_text(self._shapes.get(name))};"
                 " no server received it"
             )
         return Directory(path, version)

@@ -46,7 +46,7 @@ class Vllm:
 
     eos_token_ids: Sequence[int]
     vocab_size: int
-    start_advice: str  # command that starts a suitable server
+    advice: str  # command that starts a suitable server
     needed: Sequence[str]  # routes
     dtype: str  # compute dtype, and the dtype of published weights
     publish_via: str = "file"
@@ -113,7 +113,7 @@ class Vllm:
             (kept or not self.kept, "returns no kept tokens of every sample, which rollout.mask_replay needs"),
         ):
             if not is_suitable:
-                raise UserError(f"the server at {endpoint.url} {fault}; {self.start_advice}")
+                raise UserError(f"the server at {endpoint.url} {fault}; {self.advice}")
         return ServerFacts(model, length, process)
 
     def paused(self, endpoint: Endpoint) -> bool:
