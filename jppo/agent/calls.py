@@ -140,7 +140,6 @@ def _parse_tagged(text: str, parse: Callable[[str], ParsedCall]) -> list[ParsedC
 
 
 def _call_from_json(name: str, text: str) -> ParsedCall:
-    """Makes a call of a tool's name and its arguments as JSON."""
     try:
         arguments = _parse_json(text)
     except (ValueError, RecursionError) as e:
@@ -161,7 +160,6 @@ def _require_known(call: ParsedCall, schemas: Sequence[Schema]) -> ParsedCall:
 
 
 def _parameter_schemas(name: str, schemas: Sequence[Schema]) -> Mapping[str, Any]:
-    """Returns the schemas of a tool's parameters, by name."""
     functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
     return functions.get(name, {}).get("parameters", {}).get("properties") or {}
 

@@ -118,14 +118,12 @@ async def _call(user_code: UserCodeRunner, method: Callable[..., Any], *argument
 
 
 def _require_three(returned: Any, method: str, form: str) -> tuple[Any, Any, Any]:
-    """Returns the three values of a tuple that a method returned; PartnerError for anything else."""
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         raise PartnerError(f"{method} returned {type(returned).__name__}; it must be {form}")
     return returned[0], returned[1], returned[2]
 
 
 def _make_reply(text: Any, done: Any, score: Any, method: str) -> PartnerReply:
-    """Makes a reply of what a method returned; PartnerError if it has other types."""
     finite_score = finite(score)
     if not isinstance(text, str) or finite_score is None:
         raise PartnerError(f"{method} returned {short(text)} and {short(score)}; they must be text and a finite number")
@@ -167,7 +165,6 @@ class _Branch:
         return len(self.ids) - self.begin - 1
 
     def add_answer(self, answer: Answer) -> None:
-        """Adds the tokens of an answer of the policy."""
         self.ids = self.ids + answer.tokens  # a new list: an engine may still hold the old one
         self.sampled += [True] * len(answer.tokens)
         self.logprob += answer.logprob

@@ -66,7 +66,6 @@ class UserCodeRunner:
         return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
 
     def _submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
-        """Calls a coroutine function on the loop, which is started if there is none."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -82,7 +81,6 @@ class UserCodeRunner:
 
 
 def _stop_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancels all tasks of a loop and stops it."""
     for task in asyncio.all_tasks(loop):
         task.cancel()
     loop.call_soon(loop.stop)  # after the tasks have seen it
@@ -290,7 +288,6 @@ def read_tools(path: str, *, allow_code: bool, sandbox: tuple[str, ...] = (STRIC
 
 
 def _load_python(file: pathlib.Path, setting: str) -> list[Tool]:
-    """Returns the tools that the file's function `tools` makes."""
     make = getattr(user_module(file, setting), "tools", None)
     if not callable(make):
         raise UserError(f"{setting}: the file has no function tools(); give it one that returns a list of tools")
@@ -303,7 +300,6 @@ def _load_python(file: pathlib.Path, setting: str) -> list[Tool]:
 
 
 def _load_yaml(file: pathlib.Path, setting: str, sandbox: tuple[str, ...]) -> list[Tool]:
-    """Returns the tools that a YAML file lists."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:

@@ -160,13 +160,11 @@ def _shows(render: Callable[..., str], role: str, turn: Mapping[str, Any], count
 def _require_shown(
     render: Callable[..., str], role: str, turn: Mapping[str, Any], setting: str, count: int = 1
 ) -> None:
-    """Raises UserError unless the template shows messages of a role that answer a turn."""
     if not _shows(render, role, turn, count):
         raise _hidden_error(setting, role)
 
 
 def _unread_error(written: str, calls: Sequence[Call], format: str) -> UserError:
-    """Returns the error of a template whose calls the run's parser does not read."""
     fault = (
         f"writes a call as {written.strip()!r:.150}" if calls[0].name in written else "leaves out calls of the policy"
     )
@@ -177,7 +175,6 @@ def _unread_error(written: str, calls: Sequence[Call], format: str) -> UserError
 
 
 def _hidden_error(setting: str, role: str) -> UserError:
-    """Returns the error of a template that leaves out messages of a role."""
     return UserError(
         f"the tokenizer's chat template leaves out messages of the role {role!r} that answer the policy; use a"
         f" template that shows them, or {setting}=plain"

@@ -134,7 +134,6 @@ def _host_count(env: Mapping[str, str]) -> tuple[int, str]:
 
 
 def _host_rank(env: Mapping[str, str]) -> int | None:
-    """Returns the rank of this host in the environment; None if it is not there."""
     for name in ("NODE_RANK", "GROUP_RANK", "RANK"):  # the last two are torchrun's
         if name in env:
             return _number(env, name, least=0)
@@ -142,13 +141,11 @@ def _host_rank(env: Mapping[str, str]) -> int | None:
 
 
 def _coordinator_address(env: Mapping[str, str]) -> str:
-    """Returns the coordinator's address in the environment, or ''."""
     host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     return f"{host}:{port}" if host and port else ""
 
 
 def _number(env: Mapping[str, str], name: str, *, least: int) -> int:
-    """Returns a whole number in the environment; UserError for anything else."""
     try:
         number = int(env[name])
     except ValueError:
@@ -213,7 +210,6 @@ def _await_coordinator(address: str, timeout_s: float) -> None:
 
 
 def _try_connect(address: str) -> None:
-    """Connects to the coordinator once; OSError if it does not listen."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
 
@@ -256,7 +252,6 @@ _ABORT_MESSAGES: list[_AbortMessage] = []
 
 
 def _exit(status: int, message: str) -> None:
-    """Prints an error and ends the process at once."""
     sys.stdout.flush()
     os.write(2, f"error: {message}\n".encode())
     os._exit(status)

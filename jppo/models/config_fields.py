@@ -286,7 +286,6 @@ def read_experts(fields: Fields, names: ExpertNames | None, num_layers: int) -> 
 
 
 def _read_normalized(fields: Fields, names: ExpertNames) -> bool:
-    """Returns whether the weights of a token's experts are normalized."""
     if names.normalized is not None:
         return names.normalized
     default = names.normalized_default if names.deepseek is None else names.deepseek.normalized

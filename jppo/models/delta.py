@@ -108,7 +108,6 @@ def _gated_norm(x: jax.Array, z: jax.Array, gain: jax.Array, eps: float) -> jax.
 
 
 def _l2_normalize(x: jax.Array) -> jax.Array:
-    """Divides x by its norm over the last axis, in f32."""
     wide = x.astype(jnp.float32)
     return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + _EPS)
 

@@ -140,7 +140,6 @@ def load_adapters(
 
 
 def _sharding(shardings: Params | None, path: tuple[str, ...]) -> Any:
-    """Returns the sharding of the parameter at `path`; None without shardings."""
     return None if shardings is None else params.leaf_at(shardings, path)
 
 
@@ -263,7 +262,6 @@ def _piece_sharding(sharding: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _num_shards(sharding: Any, axes: str | tuple[str, ...]) -> int:
-    """Returns the number of devices along mesh axes."""
     return math.prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 

@@ -271,7 +271,6 @@ def _write_shards(
     tensors: Iterator[tuple[str, np.ndarray]],
     max_shard_bytes: int,
 ) -> None:
-    """Writes the tensors to files of at most `max_shard_bytes` each, with an index if there are several."""
     groups: list[dict[str, jax.ShapeDtypeStruct]] = [{}]
     total = filled = 0
     for name, x in announced.items():

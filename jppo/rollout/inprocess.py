@@ -381,7 +381,6 @@ class InprocessSampler(Sampler):
             )
 
     def _current_weights(self) -> Weights:
-        """Returns the weights to sample from; RolloutError if there are none."""
         if self._policy is None:
             raise RolloutError("the engine has no weights yet; publish some first")
         if any(x.is_deleted() for x in jax.tree.leaves(self._policy)):

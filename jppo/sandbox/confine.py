@@ -196,7 +196,6 @@ def _bind_into(base: str, path: str, *, read_only: bool = True) -> None:
 
 
 def _mounts_below(path: str) -> list[str]:
-    """Returns the mount points at a path and below it."""
     with open("/proc/self/mounts", "rb") as f:
         mounts = [os.fsdecode(line.split()[1].decode("unicode_escape").encode("latin-1")) for line in f]
     return [mount for mount in mounts if mount == path or mount.startswith(path + os.sep)]
@@ -366,7 +365,6 @@ def _high(argument: int) -> _Step:
 
 
 def _refuse(code: int) -> _Step:
-    """Ends the system call with an error code."""
     return (_RETURN, 0, 0, _ERRNO | code)
 
 

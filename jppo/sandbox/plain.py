@@ -76,7 +76,6 @@ class Plain:
         raise NotImplementedError
 
     def resolve(self, sent: list[Any]) -> Any:
-        """Returns the value of a reference."""
         raise NotImplementedError
 
     def encode(self, value: Any) -> Any:
@@ -143,13 +142,11 @@ class Plain:
         return number
 
     def _register(self, number: int, value: Any) -> None:
-        """Notes a container under its number."""
         self._shared[number], self._numbers[id(value)] = value, number
         if _is_array(value) and self.parity:
             value.flags.writeable = False  # it may be a view of another one, which would change, too
 
     def forget(self, numbers: list[int]) -> None:
-        """Forgets containers by their numbers."""
         for number in numbers:
             self._contents.pop(number, None)
             self._numbers.pop(id(self._shared.pop(number, None)), None)

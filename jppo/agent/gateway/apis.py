@@ -252,7 +252,6 @@ def _message_events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]]
 
 
 def _event(name: str, **fields: Any) -> tuple[str, Any]:
-    """Makes an event of Anthropic's stream."""
     return name, {"type": name, **fields}
 
 

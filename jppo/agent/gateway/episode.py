@@ -174,7 +174,6 @@ class Episode:
         return history.resolve(self._turns, request, chat, schemas)
 
     def _too_long(self, size: str) -> BadRequest:
-        """Makes the error of a request without room for an answer."""
         self._out_of_room = True
         return BadRequest(f"the request has {size}", code="context_length_exceeded")
 

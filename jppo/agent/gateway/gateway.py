@@ -86,14 +86,12 @@ class Gateway:
             return self._loop
 
     async def _start(self) -> None:
-        """Starts the server, on the loop."""
         self._slots = asyncio.Semaphore(self._concurrency)
         self._server = HttpServer(self._answer_request, self._find_episode, _refusal)
         _, port = await self._server.start(HOST, 0)
         self._url = f"http://{HOST}:{port}"
 
     async def _end_all(self) -> None:
-        """Ends the server, all tasks and the program's process."""
         self._server.close()
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:

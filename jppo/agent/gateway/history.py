@@ -79,7 +79,6 @@ def make_turn(
 
 
 def _update_hash(state: Any, text: str) -> Any:
-    """Adds a text to a hash, and returns the hash."""
     state.update(text.encode("utf-8", "surrogatepass"))
     return state
 
@@ -133,7 +132,6 @@ def _is_shortened(choice: Choice, message: Message) -> bool:
 
 
 def _call_ids(message: Message) -> list[str]:
-    """Returns the ids of a message's tool calls."""
     return [call["id"] for call in message.get("tool_calls", [])]
 
 

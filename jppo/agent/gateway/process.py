@@ -142,7 +142,6 @@ class Program:
         self._log.close()
 
     async def _start_process(self, loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
-        """Starts the process that forks, and waits until it is ready."""
         self._channel, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._ready = loop.create_future()

@@ -153,7 +153,6 @@ class Endpoint:
     async def _request(
         self, method: str, route: str, body: Mapping[str, Any] | None = None, *, headers: Mapping[str, str]
     ) -> Reply:
-        """Sends one request, within the timeout, and returns the reply."""
         content = b"" if body is None else json.dumps(body).encode()
         with self._as_faults(route):
             async with asyncio.timeout(self.timeout_s):

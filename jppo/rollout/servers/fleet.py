@@ -158,7 +158,6 @@ class Fleet(PublishedServers):
             list(pool.map(self._repairs.leave, attached))
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs `work` on the fleet's event loop; returns its future."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     # Methods on the loop.
@@ -248,7 +247,6 @@ class Fleet(PublishedServers):
             self._router.release(member)
 
     async def _cancel_tasks(self) -> None:
-        """Cancels all other tasks of the event loop."""
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -257,7 +255,6 @@ class Fleet(PublishedServers):
     # Methods in any thread.
 
     def _repair_broken(self, member: Member, fault: ServerFault) -> None:
-        """Sends a broken server to repair, from any thread."""
         self._loop.call_soon_threadsafe(functools.partial(self._repairs.report_failure, member, fault, broken=True))
 
 

@@ -84,7 +84,6 @@ async def send(method: str, url: str, body: bytes, headers: Mapping[str, str], *
 
 
 def _request_head(method: str, parts: urllib.parse.SplitResult, length: int, headers: Mapping[str, str]) -> bytes:
-    """Returns the request line and header fields as bytes."""
     fields = {
         "Host": parts.netloc,
         **({"Content-Type": "application/json"} if length else {}),
@@ -100,7 +99,6 @@ def _request_head(method: str, parts: urllib.parse.SplitResult, length: int, hea
 
 
 async def _read_reply(reader: asyncio.StreamReader, max_bytes: int) -> Reply:
-    """Reads a whole reply."""
     version, status, *_ = (await _read_line(reader)).split(" ", 2)
     if not version.startswith("HTTP/1."):
         raise ValueError(version[:40])

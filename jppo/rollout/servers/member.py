@@ -172,7 +172,6 @@ class Server:
         self.url = f"http://{HOST}:{self._port.getsockname()[1]}"
 
     def _read_log(self) -> str:
-        """Returns the log since the last start."""
         try:
             with open(self.log, "rb") as log:
                 log.seek(self._log_start)
@@ -399,7 +398,6 @@ class Router:
         self.wake_all()
 
     def _wake(self, count: int) -> None:
-        """Lets the first `count` waiting requests try again."""
         while count and self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():

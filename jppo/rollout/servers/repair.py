@@ -101,7 +101,6 @@ class Repairs:
             await endpoint.with_timeout(self._limits.health_timeout_s).check_async("/health")
 
     async def _probe(self, member: Member, endpoint: Endpoint) -> None:
-        """Checks the health of a server; one that fails is repaired."""
         try:
             if member.server is not None and not member.server.alive():
                 raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.excerpt()}")
@@ -194,7 +193,6 @@ class Repairs:
         self._weights.catch_up(member)
 
     def _add(self, member: Member) -> None:
-        """Adds a server to the fleet once it has the current weights."""
 
         def join() -> None:
             self._router.members = (*self._router.members, member)
@@ -208,7 +206,6 @@ class Repairs:
                 join()
 
     def _remove(self, member: Member) -> None:
-        """Takes a server out of the fleet, between two publishes."""
         with self._weights.lock:
             self._router.members = tuple(other for other in self._router.members if other is not member)
 
@@ -344,6 +341,5 @@ def _read_file(path: Path) -> list[str]:
 
 
 def _resolve_name(name: str, port: int) -> list[str]:
-    """Returns the server addresses of a DNS name."""
     addresses = {str(info[4][0]) for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)}
     return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in sorted(addresses)]

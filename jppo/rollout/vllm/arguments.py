@@ -344,7 +344,6 @@ def visible_devices(index: int, settings: ServerSettings) -> dict[str, str]:
 
 
 def _visible_gpus() -> list[str]:
-    """Returns the ids of all GPUs that this process sees."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         if shutil.which("nvidia-smi") is None:

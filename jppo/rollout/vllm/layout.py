@@ -130,7 +130,6 @@ class Staging:
             raise WeightsRefused(f"a bucket of version {version} came into the publish of version {self.version}")
 
     def _refuse(self, reason: Exception | str) -> None:
-        """Drops the publish, and stores the first reason."""
         self.error = self.error or str(reason)
         self.buckets, self.complete = [], False
 

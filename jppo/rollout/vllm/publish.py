@@ -88,7 +88,6 @@ class Adapter:
             _unload(endpoint, self.before)
 
     def _load(self, endpoint: Endpoint) -> None:
-        """Loads the adapters on a server under their own name."""
         _unload(endpoint, self.model)  # an attached server that broke off has them, and vLLM refuses them then
         endpoint.post_for_text("/v1/load_lora_adapter", {"lora_name": self.model, "lora_path": str(self.path)})
 

@@ -110,7 +110,6 @@ class Sender:
                 self._end(offer)
 
     def _end(self, offer: _Offer) -> None:
-        """Ends an offer and its transfers."""
         self._offers = [other for other in self._offers if other is not offer]
         for connection in offer.connections:
             with contextlib.suppress(OSError):
@@ -129,7 +128,6 @@ class Sender:
                 pending.drop()
 
     def _accept(self, pending: "_PendingConnections") -> None:
-        """Accepts the connections that wait."""
         for _ in range(BACKLOG):
             try:
                 connection, _ = self._listening.accept()
@@ -166,7 +164,6 @@ class Sender:
             connection.send(NO)
 
     def _send(self, connection: socket.socket, offer: _Offer) -> None:
-        """Sends the bucket to a client that has its token."""
         # the receiver reports any broken connection
         with connection, contextlib.suppress(OSError, WeightsRefused):
             try:
@@ -291,7 +288,6 @@ def _fill(connection: socket.socket, view: memoryview, deadline: float) -> int:
 
 
 def _allocate(nbytes: int) -> mmap.mmap:
-    """Returns new memory, in huge pages where possible."""
     data = mmap.mmap(-1, max(nbytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # only an optimization

@@ -108,7 +108,6 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         self._leave()
 
     def _leave(self) -> None:
-        """Leaves the communicator of NCCL."""
         communicator, self._communicator, self.group = self._communicator, None, ""
         if communicator is not None:  # a thread that waits in a broadcast returns
             communicator.destroy()

@@ -206,7 +206,6 @@ def _sinks(buckets: list[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _view_tensor(entry: layout.TensorEntry, data: Any) -> torch.Tensor:
-    """Returns a tensor of a bucket, as a view of its bytes."""
     storage = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
     part = storage[entry.offset : entry.offset + entry.nbytes]
     return part.view(getattr(torch, entry.dtype)).reshape(entry.shape)
