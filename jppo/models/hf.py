@@ -233,13 +233,11 @@ def _name_some(names: list[str]) -> str:
 
 def _load(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> Any:
     """Reads one parameter, filled tensor by tensor in its shards; quantised if its sharding is of codes and scales."""
-    out_shardings, method = sharding, "none"
+    shards, method = sharding, "none"
     if isinstance(sharding, kernels.Quantized):
         sharding, method = sharding.codes, sharding.method
     form = kernels.stored_form(entry, dtype, method)
-    array: Any = jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form), out_shardings=out_shardings
-    )()
+    array: Any = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form), out_shardings=shards)()
     for index, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
         tensor = params.from_hf(entry, tensorfile.read_tensor(slots[name], name))
         if entry.padding and sharding is not None:  # else no mesh divides it, and each device would get all of it

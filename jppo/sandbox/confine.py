@@ -324,9 +324,7 @@ def _call_rules(name: str, pid: int) -> list[_Step]:
         stream = [(_ANY_BIT, 0, 1, _SOCK_STREAM), (_ANY_BIT, 0, 1, _OTHER_SOCKETS), _refuse(errno.EPERM)]
         return [_low(0), (_EQUAL, 1, 0, _AF_UNIX), _refuse(errno.EPERM), _low(1), *stream]
     if name == "sendto":  # to the other end alone, without an address
-        return [
-            step for load_half in (_low(4), _high(4)) for step in (load_half, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM))
-        ]
+        return [step for load in (_low(4), _high(4)) for step in (load, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM))]
     if name == "fcntl":  # neither leases nor signals to others
         locks = [step for lock in (_F_SETLK, _F_SETLKW) for step in ((_EQUAL, 0, 1, lock), _refuse(0))]
         return [_low(1), *locks, *_allow_only(_FCNTL, errno.EPERM)]
@@ -336,8 +334,8 @@ def _call_rules(name: str, pid: int) -> list[_Step]:
         return [_low(0), *_refuse_values(kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)]
     if name == "prlimit64":  # reads limits of this process
         read = [_low(0), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
-        for load_half in (_low(2), _high(2)):
-            read += [load_half, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
+        for load in (_low(2), _high(2)):
+            read += [load, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
         return read
     # open and openat: before ABI 3, Landlock lets a file opened for reading be truncated
     flags = _low(1 if name == "open" else 2)

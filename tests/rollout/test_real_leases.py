@@ -125,7 +125,7 @@ def test_an_orderly_end_in_the_first_publish_resumes_the_server(server, attach, 
         assert paused(endpoint)
         if end == "stopped":
             raise KeyboardInterrupt
-        publish.require_accepted(at, self.version, "jppo_load", version=self.version, path="/another")
+        publish.require_ok(at, self.version, "jppo_load", version=self.version, path="/another")
 
     with monkeypatch.context() as broken, pytest.raises((RolloutError, KeyboardInterrupt)):
         broken.setattr(publish.Whole, "take", take)

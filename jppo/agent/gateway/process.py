@@ -70,9 +70,8 @@ def _module_file(name: str, agent: str) -> pathlib.Path | None:
     here = os.getcwd()
     other_paths = [place for place in sys.path if place not in ("", here)]
     search_paths = [*child_process.python_path().split(os.pathsep), *other_paths, here]
-    spec = PathFinder.find_spec(top, search_paths) or importlib.util.find_spec(
-        top
-    )  # the last: built-in, or of other finders
+    # the last: built-in, or of other finders
+    spec = PathFinder.find_spec(top, search_paths) or importlib.util.find_spec(top)
     if spec is None:
         raise UserError(f"rollout.agent={agent!r}: there is no module {top}; install it, or write PATH.py:FUNCTION")
     return pathlib.Path(spec.origin) if spec.origin and spec.origin.endswith(".py") and not dot else None

@@ -253,9 +253,8 @@ class Membership:
         self._router = router
         self._repairs = repairs
         self._start_timeout_s = start_timeout_s
-        self._known_urls = {
-            member.endpoint.url for member in router.members
-        }  # a publish that broke off may have paused them
+        # of servers that a publish that broke off may have paused
+        self._known_urls = {member.endpoint.url for member in router.members}
         self._reported_faults: dict[str, str] = {}  # faults by address, each reported once
         self._joining: dict[str, asyncio.Task[None]] = {}  # by address
         self._missing: set[str] = set()  # addresses that the last look-up did not name

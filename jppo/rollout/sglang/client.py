@@ -362,12 +362,10 @@ class DirectoryPublisher:
             (folder / FILE).unlink(missing_ok=True)  # a file that a server still reads stays unchanged
             with (folder / FILE).open("wb") as file:
                 entries = write_tensors(file.fileno(), tensors, start=HEAD_ROOM, align=1)
-                header = tensorheader.make_header(
-                    ((e.name, e.dtype, e.shape, e.nbytes) for e in entries), room=HEAD_ROOM
-                )
-                if len(header) > HEAD_ROOM:
+                head = tensorheader.make_header(((e.name, e.dtype, e.shape, e.nbytes) for e in entries), room=HEAD_ROOM)
+                if len(head) > HEAD_ROOM:
                     raise UserError(f"a model of {len(entries)} tensors is too large for SGLang; use vLLM")
-                file.write(header)
+                file.write(head)
         except OSError as e:
             raise UserError(
                 f"the weights cannot be written to {self.folder}: {e}; set rollout.publish_dir to a folder with"

@@ -390,12 +390,10 @@ def require_returns_kept(settings: ServerSettings, build: str) -> None:
 
 def require_options(settings: ServerSettings, build: str) -> None:
     """Raises UserError for replay with speculation, and for a quantisation that vLLM on a CPU does not have."""
-    replay_settings = [
-        f"rollout.{n}_replay=True" for n, on in (("mask", settings.kept), ("routing", settings.experts)) if on
-    ]
-    if replay_settings and speculates(settings.engine_args):
+    replays = [f"rollout.{n}_replay=True" for n, on in (("mask", settings.kept), ("routing", settings.experts)) if on]
+    if replays and speculates(settings.engine_args):
         raise UserError(
-            f"{replay_settings[0]}: vLLM does not return the kept tokens or experts of speculated samples; remove"
+            f"{replays[0]}: vLLM does not return the kept tokens or experts of speculated samples; remove"
             f" speculation from rollout.engine_args={settings.engine_args!r}"
         )
     if build == "cpu" and settings.quantization not in ("none", "fp8_per_channel"):

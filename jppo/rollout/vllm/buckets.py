@@ -26,7 +26,7 @@ from jppo.rollout.servers.delivery import Delivery, Offers, Step, WeightsGone
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.vllm import layout, transports
 from jppo.rollout.vllm.layout import TensorEntry
-from jppo.rollout.vllm.publish import Buffers, FilePublisher, call_workers, require_accepted
+from jppo.rollout.vllm.publish import Buffers, FilePublisher, call_workers, require_ok
 
 BUCKET = 3 << 26  # bytes: with 64 MiB in flight from the device, 256 MiB in all
 IN_TIME = 0.8  # fraction of the request timeout: a longer transfer is refused, with the reason
@@ -150,7 +150,7 @@ class Streamed:
     def take(self, endpoint: Endpoint) -> None:
         """Loads the staged tensors on the server."""
         endpoint.post("/finish_weight_update", {})
-        require_accepted(endpoint, self.version, "jppo_transfer")
+        require_ok(endpoint, self.version, "jppo_transfer")
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
 
     def _send_buckets(self, source: Iterator[tuple[str, Any]], copy: layout.Copy | None, current_pass: Pass) -> Offers:
@@ -208,7 +208,7 @@ class Streamed:
             endpoint.post(UPDATE, {"update_info": {"version": self.version, **fields}})
             self.sizes.append((sent_bytes, nbytes))
             try:
-                require_accepted(endpoint, self.version, "jppo_transfer")
+                require_ok(endpoint, self.version, "jppo_transfer")
             except ServerFault:
                 raise
             except RolloutError as e:
@@ -271,6 +271,4 @@ def checksummed(bucket: Sequence[tuple[str, np.ndarray]]) -> tuple[list[TensorEn
     with ThreadPoolExecutor(layout.THREADS) as pool:
         sums = list(pool.map(zlib.crc32, views))
     tensors = zip(bucket, arrays, sums, strict=True)
-    return layout.consecutive_entries(
-        (name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in tensors
-    ), views
+    return layout.lay_out((name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in tensors), views

@@ -328,12 +328,10 @@ class ServedReference:
         raise AssertionError
 
 
-def _read_logprobs(reply: Any, trajectory: Trajectory) -> np.ndarray:
+def _read_logprobs(reply: Any, t: Trajectory) -> np.ndarray:
     """Reads the log-probs of the tokens that were sent."""
     _, *further = replies.single_entry(reply["choices"], "choices")["prompt_logprobs"]
-    if len(further) + 1 != len(trajectory.tokens):
-        raise ValueError(f"{len(further) + 1} of {len(trajectory.tokens)} tokens have log-probs")
-    logprobs = [
-        candidates[str(token)]["logprob"] for token, candidates in zip(trajectory.tokens[1:], further, strict=True)
-    ]
+    if len(further) + 1 != len(t.tokens):
+        raise ValueError(f"{len(further) + 1} of {len(t.tokens)} tokens have log-probs")
+    logprobs = [candidates[str(token)]["logprob"] for token, candidates in zip(t.tokens[1:], further, strict=True)]
     return np.array([0.0, *replies.log_probs(logprobs)], np.float32)

@@ -149,7 +149,7 @@ def unpack_entries(packed: Sequence[Sequence[Any]]) -> list[TensorEntry]:
     return [TensorEntry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in packed]
 
 
-def consecutive_entries(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> list[TensorEntry]:
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> list[TensorEntry]:
     """Returns the entries of consecutive tensors, given name, dtype, shape, bytes and checksum of each."""
     entries, offset = [], 0
     for name, dtype, shape, nbytes, crc32 in tensors:
@@ -195,12 +195,10 @@ _WORDS: Mapping[str, Any] = {"float32": np.uint32, "bfloat16": np.uint16, "float
 
 def changed_positions(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Returns the positions of the elements of a block that differ, in order."""
-    elements = 8 // old.itemsize  # compared by 8 bytes, which takes half the time
-    whole_words = len(old) // elements * elements
-    words = np.flatnonzero(old[:whole_words].view(np.uint64) != new[:whole_words].view(np.uint64))
-    candidates = np.concatenate(
-        [(words[:, None] * elements + np.arange(elements)).reshape(-1), np.arange(whole_words, len(old))]
-    )
+    width = 8 // old.itemsize  # compared by 8 bytes, which takes half the time
+    limit = len(old) // width * width
+    words = np.flatnonzero(old[:limit].view(np.uint64) != new[:limit].view(np.uint64))
+    candidates = np.concatenate([(words[:, None] * width + np.arange(width)).reshape(-1), np.arange(limit, len(old))])
     positions: np.ndarray = candidates[old[candidates] != new[candidates]]
     return positions
 

@@ -214,12 +214,12 @@ def receive(address: Address, entries: Sequence[TensorEntry], memory: mmap.mmap 
     `memory` is used if there is some and it is large enough: pages of new memory cost more than the download.
     """
     deadline = time.monotonic() + address.timeout_s
-    address_text = f"{address.host}:{address.port}" if address.port else address.host
+    source = f"{address.host}:{address.port}" if address.port else address.host
     try:
         connection = _connect(address)
     except OSError as e:
         raise WeightsRefused(
-            f"the trainer does not answer at {address_text} ({e}); set rollout.publish_host to its address as seen"
+            f"the trainer does not answer at {source} ({e}); set rollout.publish_host to its address as seen"
             " from the server"
         ) from e
     with connection:
@@ -229,9 +229,7 @@ def receive(address: Address, entries: Sequence[TensorEntry], memory: mmap.mmap 
             answer = bytearray(1)
             _fill(connection, memoryview(answer), deadline)
             if answer != YES:
-                raise WeightsRefused(
-                    f"the trainer at {address_text} rejects the token: it has published again, or ended"
-                )
+                raise WeightsRefused(f"the trainer at {source} rejects the token: it has published again, or ended")
             size = layout.size_of(entries)
             data = memory if memory is not None and len(memory) >= size else _allocate(size)
             with memoryview(data) as view:
@@ -241,10 +239,10 @@ def receive(address: Address, entries: Sequence[TensorEntry], memory: mmap.mmap 
             return data
         except TimeoutError as e:
             raise WeightsRefused(
-                f"the weights did not arrive within {address.timeout_s:g} s: {progress} from {address_text}"
+                f"the weights did not arrive within {address.timeout_s:g} s: {progress} from {source}"
             ) from e
         except OSError as e:
-            raise WeightsRefused(f"the transfer from {address_text} broke off {progress}: {e}") from e
+            raise WeightsRefused(f"the transfer from {source} broke off {progress}: {e}") from e
 
 
 def _connect(address: Address) -> socket.socket:
