@@ -100,56 +100,50 @@ def format_number(value: Fraction) -> str:
         raise ValueError("the number is too large") from None
 
 
-def _parse_sum(tokens: list[str], position: int, depth: int) -> tuple[Fraction, int]:
+def _parse_sum(tokens: list[str], i: int, depth: int) -> tuple[Fraction, int]:
     """Evaluates sums and products from a position on; returns the value and the position after them."""
-    return _parse_chain(tokens, position, depth, _SUMS, lambda t, i, d: _parse_chain(t, i, d, _PRODUCTS, _parse_signed))
+    return _parse_chain(tokens, i, depth, _SUMS, lambda t, i, d: _parse_chain(t, i, d, _PRODUCTS, _parse_signed))
 
 
 def _parse_chain(
-    tokens: list[str],
-    position: int,
-    depth: int,
-    operators: Mapping[str, Any],
-    operand: Callable[..., tuple[Fraction, int]],
+    tokens: list[str], i: int, depth: int, operators: Mapping[str, Any], operand: Callable[..., tuple[Fraction, int]]
 ) -> tuple[Fraction, int]:
     """Evaluates operands joined by operators of one precedence, from left to right."""
-    value, position = operand(tokens, position, depth)
-    while position < len(tokens) and tokens[position] in operators:
-        right, next_position = operand(tokens, position + 1, depth)
-        if right == 0 and tokens[position] in ("/", "÷", "//", "%"):
+    value, i = operand(tokens, i, depth)
+    while i < len(tokens) and tokens[i] in operators:
+        right, next_i = operand(tokens, i + 1, depth)
+        if right == 0 and tokens[i] in ("/", "÷", "//", "%"):
             raise ValueError("division by zero")
-        value, position = _require_bounded(Fraction(operators[tokens[position]](value, right))), next_position
-    return value, position
+        value, i = _require_bounded(Fraction(operators[tokens[i]](value, right))), next_i
+    return value, i
 
 
-def _parse_signed(tokens: list[str], position: int, depth: int) -> tuple[Fraction, int]:
+def _parse_signed(tokens: list[str], i: int, depth: int) -> tuple[Fraction, int]:
     """Evaluates an operand with its signs and powers."""
     if depth == 0:
         raise ValueError(f"more than {DEPTH} levels deep")
-    if position < len(tokens) and tokens[position] in _SUMS:
-        value, next_position = _parse_signed(tokens, position + 1, depth - 1)
-        return (-value if tokens[position] == "-" else value), next_position
-    value, position = _parse_atom(tokens, position, depth)
-    if position < len(tokens) and tokens[position] in ("**", "^"):
-        exponent, position = _parse_signed(
-            tokens, position + 1, depth - 1
-        )  # right-associative: 2**3**2 is 2**9, -2**2 is -4
+    if i < len(tokens) and tokens[i] in _SUMS:
+        value, next_i = _parse_signed(tokens, i + 1, depth - 1)
+        return (-value if tokens[i] == "-" else value), next_i
+    value, i = _parse_atom(tokens, i, depth)
+    if i < len(tokens) and tokens[i] in ("**", "^"):
+        exponent, i = _parse_signed(tokens, i + 1, depth - 1)  # right-associative: 2**3**2 is 2**9, -2**2 is -4
         value = _power(value, exponent)
-    return value, position
+    return value, i
 
 
-def _parse_atom(tokens: list[str], position: int, depth: int) -> tuple[Fraction, int]:
+def _parse_atom(tokens: list[str], i: int, depth: int) -> tuple[Fraction, int]:
     """Evaluates a number, or an expression in parentheses."""
-    if position == len(tokens):
+    if i == len(tokens):
         raise ValueError("the expression ends too soon")
-    if tokens[position] == "(":
-        value, position = _parse_sum(tokens, position + 1, depth - 1)
-        if position == len(tokens) or tokens[position] != ")":
+    if tokens[i] == "(":
+        value, i = _parse_sum(tokens, i + 1, depth - 1)
+        if i == len(tokens) or tokens[i] != ")":
             raise ValueError("a parenthesis is not closed")
-        return value, position + 1
-    if not tokens[position][-1].isdigit():
-        raise ValueError(f"{tokens[position]!r} is out of place")
-    return _require_bounded(Fraction(tokens[position].replace(",", ""))), position + 1
+        return value, i + 1
+    if not tokens[i][-1].isdigit():
+        raise ValueError(f"{tokens[i]!r} is out of place")
+    return _require_bounded(Fraction(tokens[i].replace(",", ""))), i + 1
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:

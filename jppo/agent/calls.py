@@ -47,7 +47,7 @@ Parser = Callable[[str, Sequence[Schema]], list[ParsedCall]]
 def hermes(text: str, schemas: Sequence[Schema]) -> list[ParsedCall]:
     """Parses calls as JSON between tags, in order."""
 
-    def parse_call(body: str) -> ParsedCall:
+    def parse(body: str) -> ParsedCall:
         try:
             call = _parse_json(body)
         except (ValueError, RecursionError) as e:
@@ -61,13 +61,13 @@ def hermes(text: str, schemas: Sequence[Schema]) -> list[ParsedCall]:
             return Fault(f"the arguments of {call['name']} are not a JSON object")
         return _require_known(Call(call["name"], arguments), schemas)
 
-    return _parse_tagged(text, parse_call)
+    return _parse_tagged(text, parse)
 
 
 def qwen3_coder(text: str, schemas: Sequence[Schema]) -> list[ParsedCall]:
     """Parses calls as tags for the function and each parameter; the schema gives the types of values."""
 
-    def parse_call(body: str) -> ParsedCall:
+    def parse(body: str) -> ParsedCall:
         match = _FUNCTION.fullmatch(body)
         if match is None:
             return Fault("a call is <function=NAME><parameter=KEY>VALUE</parameter></function>")
@@ -84,21 +84,19 @@ def qwen3_coder(text: str, schemas: Sequence[Schema]) -> list[ParsedCall]:
             if not end:
                 return Fault(f"the parameter {key.strip()[:40]!r} has no </parameter>")
             try:
-                arguments[key.strip()] = _parse_value(
-                    value.removeprefix("\n").removesuffix("\n"), types.get(key.strip())
-                )
+                arguments[key.strip()] = _convert(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip()))
             except (ValueError, RecursionError) as e:
                 return Fault(f"{key.strip()} is not of its type: {e}")
         return _require_known(Call(name, arguments), schemas)
 
-    return _parse_tagged(text, parse_call)
+    return _parse_tagged(text, parse)
 
 
 def plain_calls(text: str, schemas: Sequence[Schema]) -> list[ParsedCall]:
     """Parses calls between angle brackets. A single tool needs no name, a single parameter no JSON."""
     names = [schema["function"]["name"] for schema in schemas]
 
-    def parse_call(body: str) -> ParsedCall:
+    def parse(body: str) -> ParsedCall:
         name, _, rest = body.strip().partition(" ")
         if name not in names:
             if len(names) != 1:
@@ -109,9 +107,7 @@ def plain_calls(text: str, schemas: Sequence[Schema]) -> list[ParsedCall]:
             return Call(name, {keys[0]: rest})
         return _require_known(_call_from_json(name, rest or "{}"), schemas)
 
-    return [
-        parse_call(call["body"]) if call["end"] else Fault("the call has no end") for call in _find_calls(_ANGLED, text)
-    ]
+    return [parse(call["body"]) if call["end"] else Fault("the call has no end") for call in _find_calls(_ANGLED, text)]
 
 
 def opened_thought(prompt: str) -> str:
@@ -144,7 +140,6 @@ def _parse_tagged(text: str, parse: Callable[[str], ParsedCall]) -> list[ParsedC
 
 
 def _call_from_json(name: str, text: str) -> ParsedCall:
-    """Makes a call of a tool's name and its arguments as JSON."""
     try:
         arguments = _parse_json(text)
     except (ValueError, RecursionError) as e:
@@ -165,12 +160,11 @@ def _require_known(call: ParsedCall, schemas: Sequence[Schema]) -> ParsedCall:
 
 
 def _parameter_schemas(name: str, schemas: Sequence[Schema]) -> Mapping[str, Any]:
-    """Returns the schemas of a tool's parameters, by name."""
     functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
     return functions.get(name, {}).get("parameters", {}).get("properties") or {}
 
 
-def _parse_value(value: str, kind: Any) -> Any:
+def _convert(value: str, kind: Any) -> Any:
     """Parses a parameter's text by the type in its schema."""
     if kind in (None, "string") or (isinstance(kind, list) and "string" in kind):
         return value

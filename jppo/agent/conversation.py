@@ -60,7 +60,7 @@ def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
 
     async def begin(context: Context) -> tuple[str, Respond]:
         async def respond(messages: list[dict[str, str]]) -> PartnerReply:
-            returned = await _call_partner(user_code, user.respond, messages, context, timeout_s=timeout_s)
+            returned = await _call(user_code, user.respond, messages, context, timeout_s=timeout_s)
             text, done, score = _require_three(returned, "respond", "(text, done, score)")
             return _make_reply(text, done, 0.0 if score is None else score, "respond")
 
@@ -80,11 +80,11 @@ def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
             raise PartnerError(f"{spec} cannot be created: {explain(e)}") from e
 
         async def respond(messages: list[dict[str, str]]) -> PartnerReply:
-            returned = await _call_partner(user_code, environment.step, messages[-1]["content"], timeout_s=timeout_s)
+            returned = await _call(user_code, environment.step, messages[-1]["content"], timeout_s=timeout_s)
             text, reward, done = _require_three(returned, "step", "(text, reward, done)")
             return _make_reply(text, done, reward, "step")
 
-        opening = await _call_partner(user_code, environment.reset, context.prompt, timeout_s=timeout_s)
+        opening = await _call(user_code, environment.reset, context.prompt, timeout_s=timeout_s)
         if not isinstance(opening, str):
             raise PartnerError(f"reset returned {type(opening).__name__}; it must be text")
         return _require_unicode(opening, "reset"), respond
@@ -107,9 +107,7 @@ def _load_class(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[
     return cls
 
 
-async def _call_partner(
-    user_code: UserCodeRunner, method: Callable[..., Any], *arguments: Any, timeout_s: float
-) -> Any:
+async def _call(user_code: UserCodeRunner, method: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
     """Calls a method of the user's class; PartnerError if it fails or is late."""
     name = getattr(method, "__name__", "it")
     try:
@@ -122,14 +120,12 @@ async def _call_partner(
 
 
 def _require_three(returned: Any, method: str, form: str) -> tuple[Any, Any, Any]:
-    """Returns the three values of a tuple that a method returned; PartnerError for anything else."""
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         raise PartnerError(f"{method} returned {type(returned).__name__}; it must be {form}")
     return returned[0], returned[1], returned[2]
 
 
 def _make_reply(text: Any, done: Any, score: Any, method: str) -> PartnerReply:
-    """Makes a reply of what a method returned; PartnerError if it has other types."""
     finite_score = finite(score)
     if not isinstance(text, str) or finite_score is None:
         raise PartnerError(f"{method} returned {short(text)} and {short(score)}; they must be text and a finite number")
@@ -138,11 +134,9 @@ def _make_reply(text: Any, done: Any, score: Any, method: str) -> PartnerReply:
 
 def _require_unicode(text: str, method: str) -> str:
     """Returns a text that a tokenizer can encode."""
-    surrogate = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
-    if surrogate is not None:
-        raise PartnerError(
-            f"{method} returned text with {surrogate!a}, half a surrogate pair; it must be valid Unicode"
-        )
+    half = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+    if half is not None:
+        raise PartnerError(f"{method} returned text with {half!a}, half a surrogate pair; it must be valid Unicode")
     return text
 
 
@@ -173,7 +167,6 @@ class _Branch:
         return len(self.ids) - self.begin - 1
 
     def add_answer(self, answer: Answer) -> None:
-        """Adds the tokens of an answer of the policy."""
         self.ids = self.ids + answer.tokens  # a new list: an engine may still hold the old one
         self.sampled += [True] * len(answer.tokens)
         self.logprob += answer.logprob
@@ -216,7 +209,7 @@ class _State:
     messages: list[dict[str, str]]  # as the partner gets them
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
     respond: Respond | None = None
-    template_messages: list[Message] = dataclasses.field(default_factory=list)  # as the template gets them
+    history: list[Message] = dataclasses.field(default_factory=list)  # as the template gets them
     branches: list[_Branch] = dataclasses.field(default_factory=list)
     text: str = ""  # of the last turn
     sampled: int = 0  # tokens of the last turn
@@ -246,10 +239,10 @@ class _State:
 
     def begin(self, chat: Chat, opening: str, room: int) -> list[int]:
         """Returns the prompt with the partner's first message; no tokens if it has no room."""
-        self.template_messages = list(self.messages)
+        self.history = list(self.messages)
         ids: list[int] = self.prompt.ids.tolist()
         if opening:
-            self.template_messages, with_opening = chat.opening(self.prompt.messages, ids, opening)
+            self.history, with_opening = chat.opening(self.prompt.messages, ids, opening)
             self.messages.append({"role": "user", "content": opening})
             if len(with_opening) >= room:
                 self.fault = (
@@ -271,23 +264,18 @@ class _State:
         if not replies:
             return []
         try:
-            ids, continues = chat.follow(
-                SampledTurn(self.template_messages, turn, self.text, self.branch.ids, self.sampled), replies
-            )
+            ids, same = chat.follow(SampledTurn(self.history, turn, self.text, self.branch.ids, self.sampled), replies)
         except UNREADABLE as e:
             self.fault = f"the chat template or the tokenizer refuses the conversation: {' '.join(str(e).split()):.200}"
             return []
         if len(ids) >= room:
             self.finish = "length"
             return []
-        if not continues:
+        if not same:
             self.branches.append(_Branch(ids))
         self.branch.add_inserted(ids)
-        self.template_messages, self.messages, self.num_replies = (
-            [*self.template_messages, turn, *replies],
-            self.messages + replies,
-            self.num_replies + 1,
-        )
+        self.history, self.messages = [*self.history, turn, *replies], self.messages + replies
+        self.num_replies += 1
         return ids
 
     def add_tool_replies(self, calls: int, replies: ToolReplies) -> list[dict[str, str]]:

@@ -66,7 +66,6 @@ class UserCodeRunner:
         return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
 
     def _submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
-        """Calls a coroutine function on the loop, which is started if there is none."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -82,7 +81,6 @@ class UserCodeRunner:
 
 
 def _stop_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancels all tasks of a loop and stops it."""
     for task in asyncio.all_tasks(loop):
         task.cancel()
     loop.call_soon(loop.stop)  # after the tasks have seen it
@@ -188,11 +186,9 @@ class Toolbox:
         """Makes the calls concurrently; every call has an answer. Calls above the limit are not made."""
         limit = self._limits.parallel
         replies = list(await asyncio.gather(*(self._call_one(call, prompt, memory) for call in calls[:limit])))
-        if (num_surplus := len(calls) - limit) > 0:
-            error = f"error: {num_surplus} calls were not made, only {limit} may be made at once"
-            replies.append(
-                ToolReplies([{"role": "tool", "name": "error", "content": self._truncate(error)}], num_surplus, 0.0)
-            )
+        if (surplus := len(calls) - limit) > 0:
+            text = f"error: {surplus} calls were not made, only {limit} may be made at once"
+            replies.append(ToolReplies([{"role": "tool", "name": "error", "content": self._cut(text)}], surplus, 0.0))
         return ToolReplies(
             [message for reply in replies for message in reply.messages],
             errors=sum(reply.errors for reply in replies),
@@ -216,7 +212,7 @@ class Toolbox:
                 text = f"error: {name} took longer than {self._limits.timeout_s:g} s"
             except Exception as e:  # a tool may raise anything
                 text = f"error: {explain(e)}"
-        message = {"role": "tool", "name": name, "content": self._truncate(text)}
+        message = {"role": "tool", "name": name, "content": self._cut(text)}
         return ToolReplies([message], int(failed), time.monotonic() - start_s, reward, fault or None)
 
     async def _run_tool(self, call: Call, prompt: Prompt, memory: dict[str, Any]) -> tuple[str, float, str]:
@@ -236,7 +232,7 @@ class Toolbox:
             return "", 0.0, f"the tool {call.name} returned {short(answer)}; {rule}"
         return text, number, ""
 
-    def _truncate(self, text: str) -> str:
+    def _cut(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode("utf-8")  # a tokenizer cannot encode half a surrogate pair
         return cut_to_length(text, self._limits.characters, self._limits.side)
 
@@ -292,7 +288,6 @@ def read_tools(path: str, *, allow_code: bool, sandbox: tuple[str, ...] = (STRIC
 
 
 def _load_python(file: pathlib.Path, setting: str) -> list[Tool]:
-    """Returns the tools that the file's function `tools` makes."""
     make = getattr(user_module(file, setting), "tools", None)
     if not callable(make):
         raise UserError(f"{setting}: the file has no function tools(); give it one that returns a list of tools")
@@ -305,7 +300,6 @@ def _load_python(file: pathlib.Path, setting: str) -> list[Tool]:
 
 
 def _load_yaml(file: pathlib.Path, setting: str, sandbox: tuple[str, ...]) -> list[Tool]:
-    """Returns the tools that a YAML file lists."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:

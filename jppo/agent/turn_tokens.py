@@ -25,9 +25,9 @@ from jppo.data.rows import Row
 from jppo.data.tokenizer import make_renderer, spell, tokenize
 from jppo.errors import UserError
 
-_EXAMPLE_PROMPT: list[dict[str, Any]] = [{"role": "user", "content": "asked-first"}]
+_PROMPT: list[dict[str, Any]] = [{"role": "user", "content": "asked-first"}]
 SAID = "said-by-the-assistant"  # the text of a made-up turn, which no template has
-_EXAMPLE_TURN: dict[str, Any] = {"role": "assistant", "content": SAID}
+_TURN: dict[str, Any] = {"role": "assistant", "content": SAID}
 _VALUES = {"string": "a b", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 
 
@@ -79,46 +79,38 @@ def check_template(
     """
     for role in roles:
         if role != "tool":
-            _require_shown(render, role, _EXAMPLE_TURN, setting)
+            _require_shown(render, role, _TURN, setting)
     if not schemas:
         return Form(name)
     _require_tool_names(render, schemas, setting)
-    needs_fields, counts = False, range(1, 1 + min(parallel, 2))
+    parsed, counts = False, range(1, 1 + min(parallel, 2))
     for schema, count, text in itertools.product(schemas, counts, ("", SAID)) if parse else ():
         calls = [_example_call(schema)] * count
         fields = call_fields(calls)
-        turn = _EXAMPLE_TURN | {"content": text, "tool_calls": fields}
-        call_text, answers = _turn_text(render, turn), _example_answers(count, fields)
+        turn = _TURN | {"content": text, "tool_calls": fields}
+        call_text, answers = _turn_text(render, turn), _answers(count, fields)
         if parse and parse(call_text, schemas) != calls:
             raise _unread_error(call_text, calls, f"{setting}={name!r}")
         _require_shown(render, "tool", turn, setting, count)
-        needs_fields |= render([*_EXAMPLE_PROMPT, turn, *answers]) != render(
-            [*_EXAMPLE_PROMPT, _EXAMPLE_TURN | {"content": call_text}, *answers]
-        )
-    if not needs_fields:
-        _require_shown(render, "tool", _EXAMPLE_TURN, setting)
+        parsed |= render([*_PROMPT, turn, *answers]) != render([*_PROMPT, _TURN | {"content": call_text}, *answers])
+    if not parsed:
+        _require_shown(render, "tool", _TURN, setting)
         return Form(name)
     with contextlib.suppress(UserError):  # such a template may refuse answers to a text
-        if _shows(render, "tool", _EXAMPLE_TURN):
-            return Form(name, needs_fields)
-    _require_shown(render, "user", _EXAMPLE_TURN, setting)
-    return Form(name, needs_fields, "user")
+        if _shows(render, "tool", _TURN):
+            return Form(name, parsed)
+    _require_shown(render, "user", _TURN, setting)
+    return Form(name, parsed, "user")
 
 
 def changed_turns(render: Callable[..., str], roles: Sequence[str]) -> list[str]:
     """Returns the turns of the policy that the template changes, each with the role of the messages that follow."""
-    changed, prompt_text = [], render(_EXAMPLE_PROMPT)
+    changed, prompt_text = [], render(_PROMPT)
     for role in roles:
         for suffix, thought in (("", ""), (" with a thought", "<think>\nhm\n</think>\n\n")):
             text = thought.removeprefix(opened_thought(prompt_text)).lstrip() + SAID
             with contextlib.suppress(UserError):  # a template may refuse tools' answers to a text
-                rendering = render(
-                    [
-                        *_EXAMPLE_PROMPT,
-                        _EXAMPLE_TURN | {"content": text},
-                        *(m | {"role": role} for m in _example_answers(1)),
-                    ]
-                )
+                rendering = render([*_PROMPT, _TURN | {"content": text}, *(m | {"role": role} for m in _answers(1))])
                 if not rendering.startswith(prompt_text + text):
                     changed.append(f"a turn{suffix} before the role {role!r}")
     return changed
@@ -126,9 +118,7 @@ def changed_turns(render: Callable[..., str], roles: Sequence[str]) -> list[str]
 
 def _turn_text(render: Callable[..., str], turn: Mapping[str, Any]) -> str:
     """Returns the text of a turn without its head and end."""
-    prompt_text, rendering, text = (
-        render([*_EXAMPLE_PROMPT, *turns], opened=False) for turns in ([], [turn], [_EXAMPLE_TURN])
-    )
+    prompt_text, rendering, text = (render([*_PROMPT, *turns], opened=False) for turns in ([], [turn], [_TURN]))
     head, _, end = text[_common_length(prompt_text, text) :].partition(SAID)
     return rendering[_common_length(prompt_text, rendering) :].removeprefix(head).removesuffix(end)
 
@@ -150,7 +140,7 @@ def _example_call(schema: Schema) -> Call:
     return Call(schema["function"]["name"], arguments)
 
 
-def _example_answers(count: int, calls: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+def _answers(count: int, calls: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
     """Returns tools' answers to calls, or to a text without them."""
     answers: list[dict[str, Any]] = [
         {"role": "tool", "content": f"answer{i}of{count}", "name": "error"} for i in range(count)
@@ -162,21 +152,19 @@ def _example_answers(count: int, calls: Sequence[Mapping[str, Any]] = ()) -> lis
 
 def _shows(render: Callable[..., str], role: str, turn: Mapping[str, Any], count: int = 1) -> bool:
     """Whether the messages of a role that answer a turn are in the rendering."""
-    answers = [answer | {"role": role} for answer in _example_answers(count, turn.get("tool_calls", []))]
-    rendered = render([*_EXAMPLE_PROMPT, turn, *answers])
+    answers = [answer | {"role": role} for answer in _answers(count, turn.get("tool_calls", []))]
+    rendered = render([*_PROMPT, turn, *answers])
     return all(answer["content"] in rendered for answer in answers)
 
 
 def _require_shown(
     render: Callable[..., str], role: str, turn: Mapping[str, Any], setting: str, count: int = 1
 ) -> None:
-    """Raises UserError unless the template shows messages of a role that answer a turn."""
     if not _shows(render, role, turn, count):
         raise _hidden_error(setting, role)
 
 
 def _unread_error(written: str, calls: Sequence[Call], format: str) -> UserError:
-    """Returns the error of a template whose calls the run's parser does not read."""
     fault = (
         f"writes a call as {written.strip()!r:.150}" if calls[0].name in written else "leaves out calls of the policy"
     )
@@ -187,7 +175,6 @@ def _unread_error(written: str, calls: Sequence[Call], format: str) -> UserError
 
 
 def _hidden_error(setting: str, role: str) -> UserError:
-    """Returns the error of a template that leaves out messages of a role."""
     return UserError(
         f"the tokenizer's chat template leaves out messages of the role {role!r} that answer the policy; use a"
         f" template that shows them, or {setting}=plain"
@@ -196,7 +183,7 @@ def _hidden_error(setting: str, role: str) -> UserError:
 
 def _require_tool_names(render: Callable[..., str], schemas: Sequence[Schema], setting: str) -> None:
     """Raises UserError unless the template shows the names of all tools."""
-    rendered = render(_EXAMPLE_PROMPT)
+    rendered = render(_PROMPT)
     missing = [name for name in (schema["function"]["name"] for schema in schemas) if name not in rendered]
     if missing:
         raise UserError(
@@ -271,8 +258,8 @@ def template_chat(
         text: str = renderer(messages, _EXAMPLE_ROW, opened=opened)
         return text
 
-    keeps_sampled = history == "sampled"
-    parser = None if keeps_sampled else parse
+    as_sampled = history == "sampled"
+    parser = None if as_sampled else parse
     form = check_template(render, schemas, roles=roles, name=name, parse=parser, setting=setting, parallel=parallel)
 
     def opening(prompt: Messages, ids: list[int], text: str) -> tuple[list[Message], list[int]]:
@@ -287,14 +274,10 @@ def template_chat(
         return encode(render(json.loads(messages)))
 
     if changed := changed_turns(render, roles):
-        effect = (
-            "such turns stay as they were sampled" if keeps_sampled else "the next turn then begins a new trajectory"
-        )
+        effect = "such turns stay as they were sampled" if as_sampled else "the next turn then begins a new trajectory"
         notice = f"the chat template changes {', '.join(changed)}; {effect} (rollout.history={history})"
         print(f"conversations: {notice}", file=sys.stderr, flush=True)
-    follow = (
-        _follow_sampled(render, encode) if keeps_sampled else _follow_template(tokenizer, render, encode, form.parsed)
-    )
+    follow = _follow_sampled(render, encode) if as_sampled else _follow_template(tokenizer, render, encode, form.parsed)
     return Chat(follow, opening, lambda messages: [*conversation_ids(json.dumps(messages))], encode, form)
 
 

@@ -242,7 +242,6 @@ class Hosts:
             self._ended.wait(_POLL_S)
 
     def _put(self, key: str, text: str, *, overwrite: bool = False) -> None:
-        """Writes a message of this host to the store."""
         self._store.key_value_set(f"jppo/{key}", text, allow_overwrite=overwrite)
 
     def _get(self, key: str) -> str:
@@ -277,7 +276,6 @@ def _describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def _one_line(error: BaseException) -> str:
-    """Returns the text of an error in one line."""
     return " ".join(str(error).split())[:1000] or type(error).__name__
 
 

@@ -85,22 +85,19 @@ def join_launched(
     logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)  # proxies are not used for our own hosts
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # `watchdog.py` handles SIGTERM
-    arguments = {} if place.rank is None else _coordinator_arguments(place)
-    fault = f"not all of {place.count} hosts came together within trainer.join_timeout_s={join_timeout_s:g}"
-    abort_message = _AbortMessage(2, fault)
+    known = {} if place.rank is None else _coordinator_arguments(place)
+    text = f"not all of {place.count} hosts came together within trainer.join_timeout_s={join_timeout_s:g}"
+    abort_message = _AbortMessage(2, text)
     try:
         jax.distributed.initialize(
-            **arguments,
+            **known,
             initialization_timeout=max(1, int(join_timeout_s)),
             heartbeat_timeout_seconds=int(2 * host_timeout_s) + 30,  # `hosts.py` is faster, and names the host
             shutdown_timeout_seconds=max(1, int(end_timeout_s)),
         )
     except (RuntimeError, ValueError) as e:
         reason = " ".join(str(e).split())[:200]
-        _exit(
-            2,
-            f"{fault}: {reason}" if arguments else f"trainer.nnodes={place.count}: JAX found no other hosts: {reason}",
-        )
+        _exit(2, f"{text}: {reason}" if known else f"trainer.nnodes={place.count}: JAX found no other hosts: {reason}")
     from jax._src import distributed  # the store has no public name
 
     state = distributed.global_state
@@ -137,7 +134,6 @@ def _host_count(env: Mapping[str, str]) -> tuple[int, str]:
 
 
 def _host_rank(env: Mapping[str, str]) -> int | None:
-    """Returns the rank of this host in the environment; None if it is not there."""
     for name in ("NODE_RANK", "GROUP_RANK", "RANK"):  # the last two are torchrun's
         if name in env:
             return _number(env, name, least=0)
@@ -145,13 +141,11 @@ def _host_rank(env: Mapping[str, str]) -> int | None:
 
 
 def _coordinator_address(env: Mapping[str, str]) -> str:
-    """Returns the coordinator's address in the environment, or ''."""
     host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     return f"{host}:{port}" if host and port else ""
 
 
 def _number(env: Mapping[str, str], name: str, *, least: int) -> int:
-    """Returns a whole number in the environment; UserError for anything else."""
     try:
         number = int(env[name])
     except ValueError:
@@ -216,7 +210,6 @@ def _await_coordinator(address: str, timeout_s: float) -> None:
 
 
 def _try_connect(address: str) -> None:
-    """Connects to the coordinator once; OSError if it does not listen."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
 
@@ -259,7 +252,6 @@ _ABORT_MESSAGES: list[_AbortMessage] = []
 
 
 def _exit(status: int, message: str) -> None:
-    """Prints an error and ends the process at once."""
     sys.stdout.flush()
     os.write(2, f"error: {message}\n".encode())
     os._exit(status)

@@ -47,7 +47,7 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 64, 1024  # of queries
 UNSEEN = -1e30  # the score of a key that is not seen
 
 
-def make_xla_attention(
+def make_plain(
     *, scale: float, softcap: float | None, windows: Windows, shared: tuple[int, int] | None = None
 ) -> Attend:
     """Makes attention by XLA alone, on any backend. It holds the scores of one block of queries at a time.
@@ -58,9 +58,7 @@ def make_xla_attention(
     Windows, which count positions of a row, must all be None then.
     """
     assert shared is None or all(window is None for window in windows)
-    compute_scores = functools.partial(
-        _scores, scale=scale, softcap=softcap, windows=windows, shared_prompts=shared is not None
-    )
+    score = functools.partial(_scores, scale=scale, softcap=softcap, windows=windows, shared_prompts=shared is not None)
 
     @jax.custom_vjp
     def attend(
@@ -72,11 +70,11 @@ def make_xla_attention(
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
-        return _forward(compute_scores, shared, q, k, v, segment, kind, sinks)[0]
+        return _forward(score, shared, q, k, v, segment, kind, sinks)[0]
 
     attend.defvjp(
-        functools.partial(_forward, compute_scores, shared),
-        functools.partial(_backward, compute_scores, shared, scale=scale, softcap=softcap),
+        functools.partial(_forward, score, shared),
+        functools.partial(_backward, score, shared, scale=scale, softcap=softcap),
     )
     return attend
 
@@ -322,14 +320,14 @@ class DeltaCache:
     inputs: jax.Array  # [R, taps - 1, C], the last ones of its convolution
 
 
-AnyCache = LayerCache | DeltaCache  # of one layer
-Cache = tuple[AnyCache | None, ...]  # one per layer, each updated in place; None: it takes an earlier layer's
+State = LayerCache | DeltaCache  # of one layer
+Cache = tuple[State | None, ...]  # one per layer, each updated in place; None: it takes an earlier layer's
 
 
 def empty_cache(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Cache:
     """Allocates a cache of `length` positions for so many rows."""
 
-    def make(modules: LayerModules) -> AnyCache | None:
+    def make(modules: LayerModules) -> State | None:
         if not modules.keyed:
             return None
         if modules.mixer == "attention":

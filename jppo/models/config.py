@@ -238,13 +238,11 @@ class Gemma4:
         first_shared = len(modules_by_layer) - self.shared_layers
         keeping = {max(i for i in range(first_shared) if kinds[i] == kind) for kind in set(kinds[first_shared:])}
 
-        def keys_of(i: int) -> Keys:
+        def keys(i: int) -> Keys:
             return "shared" if i >= first_shared else "kept" if i in keeping else "own"
 
         return tuple(
-            modules._replace(
-                beside=modules.sparse, kind=kinds[i], keys=keys_of(i), joined=self.joined and not windows[i]
-            )
+            modules._replace(beside=modules.sparse, kind=kinds[i], keys=keys(i), joined=self.joined and not windows[i])
             for i, modules in enumerate(modules_by_layer)
         )
 

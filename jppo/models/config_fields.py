@@ -126,7 +126,7 @@ def read_rotary(
     )
 
 
-def read_layers_without_positions(fields: Fields, num_layers: int) -> list[bool]:
+def read_bare_layers(fields: Fields, num_layers: int) -> list[bool]:
     """Returns whether each layer has no rotary positions: SmolLM3's `no_rope_layers`, in which 1 means that it has."""
     interval = fields.get("no_rope_layer_interval", int, 4)
     has_positions = fields.get("no_rope_layers", list, [int((i + 1) % interval != 0) for i in range(num_layers)])
@@ -207,23 +207,21 @@ def _context_length(fields: Fields) -> int:
     return context
 
 
-def _read_yarn(rope_fields: Fields, theta: float, factor: float, first_context: int) -> Rotary:
+def _read_yarn(rope: Fields, theta: float, factor: float, first: int) -> Rotary:
     """Reads YaRN's ramp and scale."""
-    fast, slow = rope_fields.above_zero("beta_fast", 32.0), rope_fields.above_zero("beta_slow", 1.0)
+    fast, slow = rope.above_zero("beta_fast", 32.0), rope.above_zero("beta_slow", 1.0)
     if not 1e-3 <= slow < fast <= 1e6 or theta == 1.0:
-        raise rope_fields.refuse(
-            "beta_fast", f"must be above beta_slow={slow}, within 0.001 and 1e6, and rope_theta not 1"
-        )
-    mscale_one, all_dims = rope_fields.get("mscale", float, 0.0), rope_fields.get("mscale_all_dim", float, 0.0)
+        raise rope.refuse("beta_fast", f"must be above beta_slow={slow}, within 0.001 and 1e6, and rope_theta not 1")
+    mscale_one, all_dims = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
     if mscale_one < 0 or all_dims < 0:
-        raise rope_fields.refuse("mscale", f"and mscale_all_dim={all_dims} must not be below 0")
+        raise rope.refuse("mscale", f"and mscale_all_dim={all_dims} must not be below 0")
     inferred = mscale(factor, mscale_one) / mscale(factor, all_dims) if mscale_one and all_dims else mscale(factor, 1.0)
     return Rotary(
         theta,
         factor,
-        yarn=Yarn(fast, slow, first_context, rope_fields.get("truncate", bool, True)),
-        scale=rope_fields.above_zero("attention_factor", inferred),
-        longest=int(first_context * factor),  # vLLM's table of angles ends here
+        yarn=Yarn(fast, slow, first, rope.get("truncate", bool, True)),
+        scale=rope.above_zero("attention_factor", inferred),
+        longest=int(first * factor),  # vLLM's table of angles ends here
     )
 
 
@@ -232,24 +230,17 @@ def mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _read_longrope(model: _Model, rope_fields: Fields, theta: float, first_context: int) -> Rotary:
+def _read_longrope(model: _Model, rope: Fields, theta: float, first: int) -> Rotary:
     """Reads LongRoPE's divisors: by the longest row of the run, as vLLM does by max_model_len, never by a batch."""
     context = _context_length(model.fields)
-    exceeds_first = model.longest is not None and model.longest > first_context
-    key, count = (
-        "long_factor" if exceeds_first else "short_factor",
-        int(model.head_dim * _rotated_part(model, rope_fields)) // 2,
-    )
-    divisors = rope_fields.get(key, list)
+    long = model.longest is not None and model.longest > first
+    key, count = ("long_factor" if long else "short_factor", int(model.head_dim * _rotated_part(model, rope)) // 2)
+    divisors = rope.get(key, list)
     valid = [x for x in divisors if isinstance(x, int | float) and not isinstance(x, bool) and 1e-6 < x < 1e6]
     if len(divisors) != count or len(valid) != count:
-        raise rope_fields.refuse(key, f"must have {count} numbers, one for each pair of dimensions that is turned")
-    scale = (
-        math.sqrt(1 + math.log(context / first_context) / math.log(first_context)) if context > first_context else 1.0
-    )
-    return Rotary(
-        theta, divisors=tuple(map(float, divisors)), scale=scale, longest=context if exceeds_first else first_context
-    )
+        raise rope.refuse(key, f"must have {count} numbers, one for each pair of dimensions that is turned")
+    scale = math.sqrt(1 + math.log(context / first) / math.log(first)) if context > first else 1.0
+    return Rotary(theta, divisors=tuple(map(float, divisors)), scale=scale, longest=context if long else first)
 
 
 def context_length(fields: Fields, rotary: Rotary) -> int:
@@ -265,9 +256,7 @@ def read_experts(fields: Fields, names: ExpertNames | None, num_layers: int) -> 
     sparse = (True,) * num_layers
     if names.mixed:
         sparse = (
-            _sparse_layers(fields, num_layers)
-            if names.deepseek is None
-            else _layers_after_dense(fields, names.deepseek, num_layers)
+            _sparse(fields, num_layers) if names.deepseek is None else _after_dense(fields, names.deepseek, num_layers)
         )
     if not any(sparse):
         return None
@@ -297,20 +286,19 @@ def read_experts(fields: Fields, names: ExpertNames | None, num_layers: int) -> 
 
 
 def _read_normalized(fields: Fields, names: ExpertNames) -> bool:
-    """Returns whether the weights of a token's experts are normalized."""
     if names.normalized is not None:
         return names.normalized
     default = names.normalized_default if names.deepseek is None else names.deepseek.normalized
     return bool(fields.or_null("norm_topk_prob", bool, default))  # null is false, as in transformers
 
 
-def _layers_after_dense(fields: Fields, version: DeepSeekVersion, num_layers: int) -> tuple[bool, ...]:
+def _after_dense(fields: Fields, version: DeepSeekVersion, num_layers: int) -> tuple[bool, ...]:
     """Returns whether each layer has experts: all but the first ones."""
     num_dense = fields.from_zero("first_k_dense_replace", version.dense_layers)
     return tuple(i >= num_dense for i in range(num_layers))
 
 
-def _sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+def _sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """Returns whether each layer has experts, by the fields of step and exceptions."""
     step = fields.get("decoder_sparse_step", int, 1)
     dense = fields.get("mlp_only_layers", list, [])
@@ -372,24 +360,19 @@ def read_full_heads(
     if fields.get("attention_k_eq_v", bool, False):
         sizes |= {"num_key_value_heads": fields.get("num_global_key_value_heads", int, num_kv_heads)}
     if "per_layer_config" in fields.config:  # as transformers 5 writes it
-        by_layer = fields.get("per_layer_config", dict, {})
-        full_layers = {str(i) for i, window in enumerate(windows) if window is None}
-        sizes = next(iter(by_layer.values()), {})
-        same_sizes = all(layer_sizes == sizes for layer_sizes in by_layer.values()) and set(map(str, by_layer)) == (
-            full_layers if by_layer else set()
-        )
-        if not same_sizes or not isinstance(sizes, dict) or not set(sizes) <= {"head_dim", "num_key_value_heads"}:
+        layers = fields.get("per_layer_config", dict, {})
+        full = {str(i) for i, window in enumerate(windows) if window is None}
+        sizes = next(iter(layers.values()), {})
+        alike = all(one == sizes for one in layers.values()) and set(map(str, layers)) == (full if layers else set())
+        if not alike or not isinstance(sizes, dict) or not set(sizes) <= {"head_dim", "num_key_value_heads"}:
             raise fields.refuse(
                 "per_layer_config", "must give all layers without a window, and no others, the same head sizes"
             )
-    size_fields = Fields(sizes, f"{fields.path}: per_layer_config")
-    heads, head_size = (
-        size_fields.get("num_key_value_heads", int, num_kv_heads),
-        size_fields.get("head_dim", int, head_dim),
-    )
-    if num_heads % heads or head_size % 2:
+    inner = Fields(sizes, f"{fields.path}: per_layer_config")
+    heads, size = (inner.get("num_key_value_heads", int, num_kv_heads), inner.get("head_dim", int, head_dim))
+    if num_heads % heads or size % 2:
         raise UserError(
             f"{fields.path}: layers without a window have num_key_value_heads={heads}, which must divide"
-            f" num_attention_heads={num_heads}, and head_dim={head_size}, which must be even"
+            f" num_attention_heads={num_heads}, and head_dim={size}, which must be even"
         )
-    return Heads(heads, head_size)
+    return Heads(heads, size)

@@ -146,7 +146,6 @@ def _num_layers(fields: Fields) -> int:
 
 
 def _num_kv_heads(fields: Fields, family: Family, num_heads: int) -> int:
-    """Reads the number of key and value heads, which divides the query heads."""
     has_default = family.all_kv_heads or "num_key_value_heads" in fields.config
     heads: int = (
         fields.get("num_key_value_heads", int, num_heads) if has_default else fields.get("num_key_value_heads", int)
@@ -157,7 +156,6 @@ def _num_kv_heads(fields: Fields, family: Family, num_heads: int) -> int:
 
 
 def _family(fields: Fields) -> tuple[str, Family]:
-    """Returns the model_type and its row of the table of families."""
     name = fields.config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         why = f" ({_UNSUPPORTED_MODELS[name]})" if isinstance(name, str) and name in _UNSUPPORTED_MODELS else ""
@@ -166,7 +164,6 @@ def _family(fields: Fields) -> tuple[str, Family]:
 
 
 def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> int:
-    """Reads the size of a head."""
     size: int = fields.get("head_dim", int, hidden_size // num_heads if family.head_dim is None else family.head_dim)
     if size % 2 or not size:
         raise UserError(f"{fields.path}: head_dim={size} must be even and above 0: rotary embedding turns pairs")
@@ -210,7 +207,6 @@ def _width_field(family: Family) -> str:
 
 
 def _activation(fields: Fields, family: Family) -> str:
-    """Reads the name of the MLP's activation."""
     key = "hidden_activation" if family.query_pre_attn_scalar or family.gemma4 else "hidden_act"
     name: str = fields.get(key, str, family.activation)
     if family.gemma and key == "hidden_act" and name == "gelu":  # Gemma 1's old files mean the approximation
@@ -226,14 +222,12 @@ def _multiplier(fields: Fields, family: Family, key: str) -> float:
 
 
 def _embed_scale(fields: Fields, family: Family, hidden_size: int) -> float:
-    """Returns the factor of the input embeddings."""
     if family.gemma or family.gemma4:
         return float(hidden_size**0.5)
     return _multiplier(fields, family, "embedding_multiplier")
 
 
 def _query_scale(fields: Fields, family: Family, head_dim: int, rotary: Rotary) -> float:
-    """Returns the factor of the products of queries and keys."""
     if family.gemma4:
         return 1.0
     if family.latent:
@@ -245,7 +239,6 @@ def _query_scale(fields: Fields, family: Family, head_dim: int, rotary: Rotary) 
 
 
 def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
-    """Reads a soft cap; None without one."""
     cap: float | None = fields.or_null(key, float, default)
     if cap is not None and cap <= 0:
         raise fields.refuse(key, "must be above 0, or null for none")
@@ -261,15 +254,11 @@ def _layer_kinds(
     full_heads: Heads | None,
 ) -> list[AttentionKind]:
     """Returns the kind of each layer."""
-    without_positions = (
-        config_fields.read_layers_without_positions(fields, len(windows))
-        if family.bare_layers
-        else [False] * len(windows)
-    )
+    bare = config_fields.read_bare_layers(fields, len(windows)) if family.bare_layers else [False] * len(windows)
     rotaries = [rotary if window is None or sliding_rotary is None else sliding_rotary for window in windows]
     return [
         AttentionKind(window, STILL if still else layer_rotary, full_heads if window is None else None)
-        for window, layer_rotary, still in zip(windows, rotaries, without_positions, strict=True)
+        for window, layer_rotary, still in zip(windows, rotaries, bare, strict=True)
     ]
 
 

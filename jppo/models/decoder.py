@@ -15,16 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.models import attention, experts, kernels, lora, router
-from jppo.models.attention import (
-    AnyCache,
-    Attend,
-    Cache,
-    LayerCache,
-    attend_cached,
-    cache_dtype,
-    extend_cache,
-    make_xla_attention,
-)
+from jppo.models.attention import Attend, Cache, LayerCache, State, attend_cached, cache_dtype, extend_cache, make_plain
 from jppo.models.config import AttentionKind, Gemma4, Group, LayerModules, ModelConfig, Stack
 from jppo.models.delta import DeltaNet, LatentAttention
 from jppo.models.experts import Mix, Mixture
@@ -41,7 +32,7 @@ from jppo.models.modules import (
     scale_in_f32,
 )
 from jppo.models.params import Head
-from jppo.models.rotary import LayerPositions, Positions, compute_positions, rotate
+from jppo.models.rotary import LayerPositions, Positions, add_angles, rotate
 from jppo.models.router import Replayed, ReplayedStacks
 from jppo.types import Params
 
@@ -151,8 +142,8 @@ class Layer(nn.Module):
         positions: Positions,
         replayed: Replayed = None,
         layer_embedding: jax.Array | None = None,
-        cache: AnyCache | None = None,
-    ) -> tuple[jax.Array, AnyCache | None]:
+        cache: State | None = None,
+    ) -> tuple[jax.Array, State | None]:
         cfg, modules = self.cfg, self.modules
 
         def norm(name: str, y: jax.Array, enabled: bool) -> jax.Array:
@@ -249,14 +240,14 @@ class Decoder(nn.Module):
         cfg = self.cfg
         embed = Embed(cfg, self.param_dtype, self.dtype, self.lookup, cfg.hidden_size, name="embed")
         x = self.constrain(scale_embeddings(embed(tokens), cfg, self.dtype))
-        layer_embeddings = None
+        embeddings = None
         if cfg.gemma4 is not None and cfg.gemma4.per_layer:
-            layer_embeddings = PerLayer(cfg, self.param_dtype, self.lookup, name="per_layer")(tokens, x)
+            embeddings = PerLayer(cfg, self.param_dtype, self.lookup, name="per_layer")(tokens, x)
         layer: Any = Layer
         if self.remat != "none":
             # In a real loop XLA cannot merge the recomputation with the first computation; unrolled it could.
             layer = nn.remat(layer, policy=POLICIES[self.remat], prevent_cse=not self.scan_layers)
-        attend = make_xla_attention(**attention_settings(cfg)) if self.attend is None else self.attend
+        attend = make_plain(**attention_settings(cfg)) if self.attend is None else self.attend
         positions = dataclasses.replace(positions_by_kind(cfg, position, segment), counted=counted)
 
         def settings(stack: Stack) -> tuple[Any, ...]:
@@ -273,20 +264,17 @@ class Decoder(nn.Module):
                 unroll=1 if self.scan_layers else count,
             )
             kinds = jnp.asarray([cfg.layer_kinds[stack.layers] for stack in group], jnp.int32)
-            experts_of, embeddings_of = (
-                router.replayed_by_stack(replayed, group),
-                embeddings_by_stack(layer_embeddings, group),
-            )
+            replays, vectors = (router.replayed_by_stack(replayed, group), embeddings_by_stack(embeddings, group))
             if len(group) == 1:
                 layers = scan(layer)(*settings(group[0]), name=group[0].path[0])
-                x, shared_keys = layers(x, kinds[0], positions, experts_of[0], embeddings_of[0])
+                x, shared_keys = layers(x, kinds[0], positions, replays[0], vectors[0])
                 if shared_keys is not None:
                     positions = add_shared_keys(positions, group[0].modules, jax.tree.map(lambda y: y[0], shared_keys))
             else:
                 periods = scan(Period)(
                     group, lambda stack: layer(*settings(stack), name=stack.path[1]), name=group[0].path[0]
                 )
-                x, _ = periods(x, kinds.T, positions, experts_of, embeddings_of)
+                x, _ = periods(x, kinds.T, positions, replays, vectors)
         return self.constrain(RMSNorm(cfg, self.param_dtype, name="norm")(x))
 
 
@@ -304,7 +292,7 @@ def positions_by_kind(cfg: ModelConfig, position: jax.Array, segment: jax.Array 
             return kind.heads.head_dim
         return cfg.head_dim if cfg.latent is None else cfg.latent.rotary_dim
 
-    return compute_positions([(kind.rotary, rotary_dim(kind)) for kind in cfg.kinds], position, segment)
+    return add_angles([(kind.rotary, rotary_dim(kind)) for kind in cfg.kinds], position, segment)
 
 
 def add_shared_keys(positions: Positions, modules: LayerModules, cache: LayerCache) -> Positions:
@@ -354,23 +342,23 @@ def forward_cached(
     dtype = cache_dtype(cache)
     x = constrain(scale_embeddings(split["embed"]["embedding"][tokens], cfg, dtype))
     positions = positions_by_kind(cfg, position, segment)
-    attend = make_xla_attention(**attention_settings(cfg))
+    attend = make_plain(**attention_settings(cfg))
     layer_embeddings = [None] * cfg.num_layers
     if "per_layer" in split:
         embeddings: Any = PerLayer(cfg, dtype, look_up).apply({"params": split["per_layer"]}, tokens, x)
         layer_embeddings = list(jnp.moveaxis(embeddings, 2, 0))
-    next_cache, chosen, shared = list[AnyCache | None](), list[jax.Array | None](), dict[int | None, AnyCache]()
+    next_cache, chosen, shared = list[State | None](), list[jax.Array | None](), dict[int | None, State]()
     layers = zip(split["layers"], cfg.layer_kinds, cache, cfg.layer_modules, layer_embeddings, strict=True)
-    for variables, kind, layer_cache, modules, layer_embedding in layers:
+    for variables, kind, layer_cache, modules, embedding in layers:
         layer = Layer(cfg, dtype, constrain, attend, mix, modules)
         layer_cache = layer_cache if modules.keyed else shared[modules.kind]
-        (x, new_cache), collections = layer.apply(
-            variables, x, kind, positions, None, layer_embedding, layer_cache, mutable=[router.CHOICES]
+        (x, state), updates = layer.apply(
+            variables, x, kind, positions, None, embedding, layer_cache, mutable=[router.CHOICES]
         )
-        next_cache.append(new_cache if modules.keyed else None)
+        next_cache.append(state if modules.keyed else None)
         if modules.keys == "kept":
-            shared[modules.kind] = new_cache
-        chosen.append(router.layer_choice(collections))
+            shared[modules.kind] = state
+        chosen.append(router.layer_choice(updates))
     output: Any = RMSNorm(cfg, dtype).apply({"params": split["norm"]}, x)
     return output, tuple(next_cache), router.stacked_choices(chosen)
 

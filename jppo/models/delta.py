@@ -65,9 +65,7 @@ class DeltaNet(nn.Module):
         else:
             mixed, z, b, a = project("qkv", C)(x), project("z", U, W)(x), project("b", U)(x), project("a", U)(x)
         kernel = param("conv", nn.initializers.normal(cfg.initializer_range), C, 1, spec.taps)[:, 0]
-        decay = _decays(
-            a.reshape(R, T, U), param("a_log", _init_log_rates, U), param("dt_bias", nn.initializers.ones, U)
-        )
+        decay = _decays(a.reshape(R, T, U), param("a_log", _log_rates, U), param("dt_bias", nn.initializers.ones, U))
         rate = jax.nn.sigmoid(b.reshape(R, T, U).astype(jnp.float32))
         if cache is None:
             assert positions.segment is not None
@@ -92,7 +90,7 @@ class DeltaNet(nn.Module):
         return o(y.astype(x.dtype)), cache
 
 
-def _init_log_rates(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _log_rates(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Initialises the logarithms of decay rates, which are uniform."""
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0)).astype(dtype)
 
@@ -110,7 +108,6 @@ def _gated_norm(x: jax.Array, z: jax.Array, gain: jax.Array, eps: float) -> jax.
 
 
 def _l2_normalize(x: jax.Array) -> jax.Array:
-    """Divides x by its norm over the last axis, in f32."""
     wide = x.astype(jnp.float32)
     return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + _EPS)
 

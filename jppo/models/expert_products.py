@@ -65,19 +65,17 @@ def _make_chunks(kernels: Any, sizes: jax.Array, order: jax.Array, *, cpu: bool)
     return _Chunks(needed if cpu else chunks, group.reshape(shape), pair.reshape(*shape, size), position_of_pair)
 
 
-def _cut_blocks(
-    sizes: jax.Array, block_size: int, num_blocks: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Cuts sorted rows into `num_blocks` blocks of one group each, the last ones without rows.
+def _cut_blocks(sizes: jax.Array, size: int, count: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Cuts sorted rows into `count` blocks of one group each, the last ones without rows.
 
     Returns the number of blocks that have rows, and of each its group, its first row, and the end of its group.
     """
-    blocks_of_group = -(-sizes // block_size)
+    blocks_of_group = -(-sizes // size)
     end_block = jnp.cumsum(blocks_of_group)
-    block = jnp.arange(num_blocks)
+    block = jnp.arange(count)
     group = jnp.minimum(jnp.searchsorted(end_block, block, side="right", method="compare_all"), len(sizes) - 1)
     end = jnp.cumsum(sizes)[group]
-    return end_block[-1], group, end - sizes[group] + block_size * (block - (end_block - blocks_of_group)[group]), end
+    return end_block[-1], group, end - sizes[group] + size * (block - (end_block - blocks_of_group)[group]), end
 
 
 class GroupedMap(NamedTuple):
@@ -126,13 +124,11 @@ def grouped_outputs(
     """Computes the function chunk by chunk, on a CPU or an accelerator."""
     chunks, take_kernels = _make_chunks(kernels, sizes, order, cpu=cpu), _kernel_taker(kernels, rows)
 
-    def chunk_outputs(i: Any) -> jax.Array:
+    def run_chunk(i: Any) -> jax.Array:
         return mapping.fn(take_kernels(chunks.group[i]), mapping.rows(rows, chunks.pair[i]))
 
-    start = chunks.empty(jax.eval_shape(chunk_outputs, 0))
-    return chunks.joined(
-        chunks.run(lambda i, out: jax.lax.dynamic_update_index_in_dim(out, chunk_outputs(i), i, 0), start)
-    )
+    start = chunks.empty(jax.eval_shape(run_chunk, 0))
+    return chunks.joined(chunks.run(lambda i, out: jax.lax.dynamic_update_index_in_dim(out, run_chunk(i), i, 0), start))
 
 
 def grouped_gradients(
@@ -194,25 +190,19 @@ def block_product(x: jax.Array, kernel: jax.Array, transposed: bool = False) -> 
 
 
 def expert_outputs(
-    model_and_axis: ModelAndAxis,
-    times: int,
-    kernels: Any,
-    rows: jax.Array,
-    weight: jax.Array,
-    sizes: jax.Array,
-    order: jax.Array,
+    spec: ModelAndAxis, times: int, kernels: Any, rows: jax.Array, weight: jax.Array, sizes: jax.Array, order: jax.Array
 ) -> jax.Array:
     """Computes outputs [P, D], times weights [P, 1], of pairs of a row and an expert; each row is in `times` pairs.
 
     Kernels are by `join_kernels`.
     In this order the first `sizes[0]` pairs are of the first expert, the next ones of the second.
     """
-    return grouped_map(expert_function(model_and_axis, times), kernels, (rows, weight), sizes, order)
+    return grouped_map(expert_function(spec, times), kernels, (rows, weight), sizes, order)
 
 
-def expert_function(model_and_axis: ModelAndAxis, times: int) -> GroupedMap:
+def expert_function(spec: ModelAndAxis, times: int) -> GroupedMap:
     """Returns the experts' outputs as a function of blocks."""
-    return GroupedMap(functools.partial(_expert_blocks, model_and_axis), (times, 1))
+    return GroupedMap(functools.partial(_expert_blocks, spec), (times, 1))
 
 
 def join_kernels(kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -223,14 +213,12 @@ def join_kernels(kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return gate_up, down, *bias, *biases[2:]
 
 
-def _expert_blocks(
-    model_and_axis: ModelAndAxis, kernels: tuple[jax.Array, ...], rows: tuple[jax.Array, ...]
-) -> jax.Array:
+def _expert_blocks(spec: ModelAndAxis, kernels: tuple[jax.Array, ...], rows: tuple[jax.Array, ...]) -> jax.Array:
     """Computes outputs of blocks of rows [blocks, n, D], with weights [blocks, n, 1], by their experts' kernels.
 
     The weights scale the input of down: so their gradient needs no outputs.
     """
-    (cfg, width_axis), (gate_up, down, *biases), (x, weight) = model_and_axis, kernels, rows
+    (cfg, width_axis), (gate_up, down, *biases), (x, weight) = spec, kernels, rows
     hidden = block_product(x, gate_up)
     if biases:
         hidden += block_product(jnp.ones_like(weight, x.dtype), biases[0])

@@ -28,10 +28,10 @@ from jppo.models.sequence_parallel import (
     POSITIONS,
     WHOLE,
     column_axes,
-    gather_columns,
+    gather_all,
     map_over_mesh,
     row_axes,
-    sum_gradient,
+    sum_grads,
 )
 
 # (kernels, x [R, T, D], weights and indices of the tokens' experts [R, T, active], model) -> [R, T, D]
@@ -80,9 +80,7 @@ class Mixture(nn.Module):
             kernels = *param("gate_up", 2, E, D, M), param("down", E, D, M)
         else:
             shapes = {"gate": "edr,erm->edm", "up": "edr,erm->edm", "down": "emr,erd->edm"}
-            kernels = tuple(
-                self._merge_adapters(name, param(name, E, D, M), equation) for name, equation in shapes.items()
-            )
+            kernels = tuple(self._merge_adapters(name, param(name, E, D, M), eq) for name, eq in shapes.items())
         correction = None
         if spec.routing.corrected:
             correction = jax.lax.stop_gradient(self.param("correction", nn.initializers.zeros, (E,), jnp.float32))
@@ -159,7 +157,7 @@ class _Plan:
         fn = functools.partial(fn, self, shards)
         if mesh is None:
             return fn
-        kernel_specs = tuple(
+        specs = tuple(
             PartitionSpec(
                 shards.experts, axes or None, shards.width if kernel.shape[2] == kernels[0].shape[2] else None
             )
@@ -170,15 +168,11 @@ class _Plan:
             rows = PartitionSpec(*groups, row_axes(), POSITIONS)
             if self.whole_rows:
                 rows = PartitionSpec(WHOLE.rows)
-            out_specs = (
-                (tuple(PartitionSpec(*groups, *spec) for spec in kernel_specs), rows, rows) if gradients else rows
-            )
+            outs = (tuple(PartitionSpec(*groups, *spec) for spec in specs), rows, rows) if gradients else rows
 
             def call(kernels: Any, *arrays: Any) -> Any:
-                in_specs = kernel_specs, *(rows for _ in arrays)
-                return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
-                    kernels, *arrays
-                )
+                ins = specs, *(rows for _ in arrays)
+                return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(kernels, *arrays)
 
             return call
 
@@ -190,16 +184,14 @@ class _Plan:
         """Computes the outputs [R, T, D] of a device's tokens, with its experts or with a part of their width."""
         spec = self.cfg.experts
         assert spec is not None
-        model_and_axis, kernels = (self.cfg, shards.width), join_kernels(kernels)
+        pair, kernels = (self.cfg, shards.width), join_kernels(kernels)
         flat_x, weight, chosen = (array.reshape(-1, array.shape[-1]) for array in (x, weight, chosen))
         if shards.experts is not None and self.mesh is not None:
-            exchange = TokenExchange(
-                functools.partial(expert_outputs, model_and_axis, 1), shards.experts, self.mesh, spec.count
-            )
+            exchange = TokenExchange(functools.partial(expert_outputs, pair, 1), shards.experts, self.mesh, spec.count)
             return run_experts(exchange, kernels, flat_x, weight, chosen).reshape(x.shape)
         order = jnp.argsort(chosen.reshape(-1), stable=True)  # of pairs of a token and an expert
         sizes = jnp.bincount(chosen.reshape(-1), length=spec.count).astype(jnp.int32)
-        outputs = expert_outputs(model_and_axis, spec.active, kernels, flat_x, weight.reshape(-1, 1), sizes, order)
+        outputs = expert_outputs(pair, spec.active, kernels, flat_x, weight.reshape(-1, 1), sizes, order)
         return sum_consecutive(outputs, spec.active).reshape(x.shape)
 
 
@@ -223,7 +215,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 def _forward(plan: _Plan, shards: _Shards, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array) -> Any:
     """Computes the outputs of a device's tokens [R, T, D]."""
-    full_kernels = gather_columns(kernels, shards.column_axes, x.dtype)
+    full_kernels = gather_all(kernels, shards.column_axes, x.dtype)
     outputs = plan.device_outputs(shards, tuple(full_kernels), x, weight, chosen)
     return outputs if shards.width is None else jax.lax.psum(outputs, shards.width)
 
@@ -232,7 +224,7 @@ def _backward(
     plan: _Plan, shards: _Shards, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array, cotangent: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
     """Computes the gradients of the kernels and of a device's tokens, with the experts' activations recomputed."""
-    full_kernels = gather_columns(kernels, shards.column_axes, x.dtype)
+    full_kernels = gather_all(kernels, shards.column_axes, x.dtype)
     # Gradients of kernels are summed in f32: the products cast wide kernels to x's dtype.
     wide_kernels = tuple(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in full_kernels)
 
@@ -244,7 +236,7 @@ def _backward(
         grad_x, grad_weight = jax.lax.psum((grad_x, grad_weight), shards.width)
     if plan.mesh is not None:
         gradients_and_axes = zip(grad_kernels, shards.column_axes, strict=True)
-        grad_kernels = [sum_gradient(gradient, axes, shards.experts) for gradient, axes in gradients_and_axes]
+        grad_kernels = [sum_grads(gradient, axes, shards.experts) for gradient, axes in gradients_and_axes]
     if shards.width is not None:  # the bias of down has no part of the width
         grad_kernels = [*grad_kernels[:5], *(jax.lax.psum(gradient, shards.width) for gradient in grad_kernels[5:])]
     return tuple(new.astype(old.dtype) for new, old in zip(grad_kernels, kernels, strict=True)), grad_x, grad_weight
@@ -275,10 +267,8 @@ def run_experts(exchange: TokenExchange, kernels: Any, x: jax.Array, weight: jax
     route = _Route.of(exchange, chosen)
 
     def run_round(begin: jax.Array | int, room: int, total: jax.Array) -> jax.Array:
-        pair, (order, expert_sizes) = route.pairs(begin, room), route.by_expert(begin, room)
-        output = exchange.run(
-            kernels, route.sent(x, pair), route.sent(weight.reshape(-1, 1), pair), expert_sizes, order
-        )
+        pair, (order, sizes) = route.pairs(begin, room), route.by_expert(begin, room)
+        output = exchange.run(kernels, route.sent(x, pair), route.sent(weight.reshape(-1, 1), pair), sizes, order)
         return total + route.of_tokens(route.returned(output, begin, room), len(x))
 
     total_output: jax.Array = route.rounds(run_round, jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
@@ -296,12 +286,10 @@ def _send_backward(exchange: TokenExchange, args: Any, cotangent: jax.Array) -> 
 
     def run_round(begin: jax.Array | int, room: int, totals: Any) -> Any:
         pair, by_expert = route.pairs(begin, room), route.by_expert(begin, room)[::-1]
-        rows, round_weights, cotangents = (route.sent(array, pair) for array in (x, weight_rows, cotangent))
-        round_grad_kernels, *round_grads = jax.vjp(
-            lambda *args: exchange.run(*args, *by_expert), kernels, rows, round_weights
-        )[1](cotangents)
-        grad_x, grad_weight = (route.returned(cotangents, begin, room) for cotangents in round_grads)
-        return jax.tree.map(jnp.add, totals, (round_grad_kernels, route.of_tokens(grad_x, len(x)), grad_weight))
+        rows, weights, slope = (route.sent(array, pair) for array in (x, weight_rows, cotangent))
+        by_kernels, *grads = jax.vjp(lambda *args: exchange.run(*args, *by_expert), kernels, rows, weights)[1](slope)
+        grad_x, grad_weight = (route.returned(slope, begin, room) for slope in grads)
+        return jax.tree.map(jnp.add, totals, (by_kernels, route.of_tokens(grad_x, len(x)), grad_weight))
 
     sum_dtype = jnp.promote_types(x.dtype, jnp.float32)
     zeros = jax.tree.map(jnp.zeros_like, kernels), jnp.zeros(x.shape, sum_dtype), jnp.zeros_like(weight_rows)
@@ -326,28 +314,24 @@ class _Route(NamedTuple):
 
     @classmethod
     def of(cls, exchange: TokenExchange, chosen: jax.Array) -> "_Route":
-        sent_counts = jnp.bincount(chosen.reshape(-1), length=exchange.experts).astype(jnp.int32)
-        sent_counts = sent_counts.reshape(exchange.mesh.shape[exchange.axis], -1)
-        counts = jnp.sum(sent_counts, axis=1)
-        received_counts = jax.lax.all_to_all(sent_counts, exchange.axis, 0, 0, tiled=True)
+        sent = jnp.bincount(chosen.reshape(-1), length=exchange.experts).astype(jnp.int32)
+        sent = sent.reshape(exchange.mesh.shape[exchange.axis], -1)
+        counts = jnp.sum(sent, axis=1)
+        received = jax.lax.all_to_all(sent, exchange.axis, 0, 0, tiled=True)
         # All devices of the mesh run as many rounds, so that none waits for another group's collective.
         most = jax.lax.pmax(jnp.max(counts), exchange.mesh.axis_names)
         order = jnp.argsort(chosen.reshape(-1), stable=True).astype(jnp.int32)
-        start, device = jnp.cumsum(counts) - counts, chosen.reshape(-1) // sent_counts.shape[1]
-        number_at_device = (
-            jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True) - start[device]
-        )
-        return cls(exchange, order, start, counts, jnp.cumsum(received_counts, axis=1), most, device, number_at_device)
+        start, device = jnp.cumsum(counts) - counts, chosen.reshape(-1) // sent.shape[1]
+        number = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True) - start[device]
+        return cls(exchange, order, start, counts, jnp.cumsum(received, axis=1), most, device, number)
 
     def rounds(self, run_round: Callable[[jax.Array | int, int, Any], Any], start: Any) -> Any:
         """Runs `run_round(first pair, room, total)` until the pairs of every device for every other were sent."""
         room = -(-len(self.order) // len(self.counts))
-        further_room = -(-room // SMALLER)
+        small = -(-room // SMALLER)
         total = run_round(0, room, start)
-        further_rounds = jnp.maximum(0, -(-(self.most - room) // further_room))
-        return jax.lax.fori_loop(
-            0, further_rounds, lambda i, total: run_round(room + i * further_room, further_room, total), total
-        )
+        more = jnp.maximum(0, -(-(self.most - room) // small))
+        return jax.lax.fori_loop(0, more, lambda i, total: run_round(room + i * small, small, total), total)
 
     def pairs(self, begin: jax.Array | int, room: int) -> jax.Array:
         """Returns the pairs [devices, room] that a round sends; P where a slot stays empty."""

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jppo.errors import UserError
-from jppo.models.attention import NAME, Attend, Windows, make_xla_attention
+from jppo.models.attention import NAME, Attend, Windows, make_plain
 from jppo.models.sequence_parallel import EXCHANGED, Split, repeat_heads, row_axes
 
 NAMES = ("auto", "xla", "cudnn", "pallas", "splash")
@@ -50,7 +50,7 @@ class Needs:
     sinks: bool = False  # each head has a learned score of no key
 
     @property
-    def effective_windows(self) -> Windows:
+    def used_windows(self) -> Windows:
         """Returns the windows, None where they have no effect."""
         longest = math.inf if self.longest is None else self.longest
         return tuple(None if window is None or window >= longest else window for window in self.windows)
@@ -107,16 +107,14 @@ def make_attention(
     `interpret` runs a kernel on any device, slowly: as its own program, and cudnn's as the same call to XLA.
     """
     if kernel == "xla":
-        return make_xla_attention(
-            scale=needs.scale, softcap=needs.softcap, windows=needs.effective_windows, shared=needs.shared
-        )
+        return make_plain(scale=needs.scale, softcap=needs.softcap, windows=needs.used_windows, shared=needs.shared)
     if (fault := _unsupported_reason(kernel, needs, None)) is not None:
         raise UserError(f"attention by {kernel}: {fault}; use xla")
     makers = {"cudnn": _make_cudnn, "pallas": _make_pallas, "splash": _make_splash}
     make_kernel = functools.partial(makers[kernel], needs, interpret=interpret)
-    windows = tuple(dict.fromkeys(needs.effective_windows))
+    windows = tuple(dict.fromkeys(needs.used_windows))
     kernels = [_shard(_pad_to_tiles(make_kernel(window)), mesh, split) for window in windows]
-    kernel_of_kind = tuple(windows.index(window) for window in needs.effective_windows)  # of each kind
+    kernel_of_kind = tuple(windows.index(window) for window in needs.used_windows)  # of each kind
 
     def attend(
         q: jax.Array,
@@ -141,7 +139,7 @@ def make_attention(
 
 def _first_window(needs: Needs) -> int | None:
     """Returns the first window with an effect."""
-    return next((window for window in needs.effective_windows if window is not None), None)
+    return next((window for window in needs.used_windows if window is not None), None)
 
 
 def _unsupported_reason(kernel: str, needs: Needs, gpu: tuple[int, int] | None) -> str | None:
@@ -288,11 +286,9 @@ def _shard(kernel: _Kernel, mesh: Mesh | None, split: Split) -> _Kernel:
         k, v = repeat_heads(k, H, head_shards), repeat_heads(v, H, head_shards)
         shard_axes = row_axes(split.rows)
         heads = None if H % head_shards else split.heads
-        row_spec, tensor_spec = PartitionSpec(shard_axes), PartitionSpec(shard_axes, None, heads)
-        in_specs = tensor_spec, tensor_spec, tensor_spec, row_spec, PartitionSpec(heads)
+        rows, spec = PartitionSpec(shard_axes), PartitionSpec(shard_axes, None, heads)
+        ins = spec, spec, spec, rows, PartitionSpec(heads)
         # Kernels do not declare over which axes their results differ, so it cannot be checked.
-        return jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=tensor_spec, check_vma=False)(
-            q, k, v, segment, sinks
-        )
+        return jax.shard_map(kernel, mesh=mesh, in_specs=ins, out_specs=spec, check_vma=False)(q, k, v, segment, sinks)
 
     return sharded

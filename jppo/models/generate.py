@@ -61,7 +61,7 @@ def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts
 
     `experts` keeps the experts of every token, `kept` up to so many tokens of which each was sampled.
     """
-    counts, expert_spec = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
+    counts, spec = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
     return Slots(
         cache=empty_cache(cfg, rows=rows, length=max(1, length - 1), dtype=dtype),
         tokens=jnp.zeros((rows, length), jnp.int32),
@@ -69,9 +69,7 @@ def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts
         last=counts,
         until=counts,
         seed=counts.astype(jnp.uint32),
-        experts=None
-        if expert_spec is None
-        else jnp.zeros((rows, max(1, length - 1), cfg.num_layers, expert_spec.active), jnp.int16),
+        experts=None if spec is None else jnp.zeros((rows, max(1, length - 1), cfg.num_layers, spec.active), jnp.int16),
         kept=jnp.full((rows, length, min(kept, cfg.vocab_size)), -1, jnp.int32) if kept else None,
     )
 
@@ -159,38 +157,36 @@ def next_tokens(
     row = jnp.arange(slots.last.shape[0], dtype=jnp.int32)
 
     def unfinished(state: tuple[jax.Array, Slots]) -> jax.Array:
-        step_index, current = state
-        return (step_index < steps) & (jnp.sum(current.last >= current.until) < free_rows_wanted)
+        step_index, rows = state
+        return (step_index < steps) & (jnp.sum(rows.last >= rows.until) < free_rows_wanted)
 
     def step(state: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
-        step_index, current = state
-        live = current.last < current.until
-        token = jnp.take_along_axis(current.tokens, current.last[:, None], axis=1)
-        hidden, cache, chosen = forward(token, current.last[:, None], current.cache)
-        experts_read = current.experts
-        if experts_read is not None and chosen is not None:
-            experts_read = experts_read.at[row, jnp.where(live, current.last, experts_read.shape[1])].set(
-                chosen[:, 0], mode="drop"
-            )
+        step_index, rows = state
+        live = rows.last < rows.until
+        token = jnp.take_along_axis(rows.tokens, rows.last[:, None], axis=1)
+        hidden, cache, chosen = forward(token, rows.last[:, None], rows.cache)
+        routes = rows.experts
+        if routes is not None and chosen is not None:
+            routes = routes.at[row, jnp.where(live, rows.last, routes.shape[1])].set(chosen[:, 0], mode="drop")
         logits = heads.logits_of((hidden, kernel, cfg))[:, 0]
         logits = filter_logits(logits, rule, cut=cut)
-        token_ids, logp = sample_tokens(logits, current.seed, current.last + 1, rule)
-        last = jnp.where(live, current.last + 1, current.last)
-        position = jnp.where(live, last, current.tokens.shape[1])  # beyond the end: dropped
+        token_ids, logp = sample_tokens(logits, rows.seed, rows.last + 1, rule)
+        last = jnp.where(live, rows.last + 1, rows.last)
+        position = jnp.where(live, last, rows.tokens.shape[1])  # beyond the end: dropped
         is_end_token = jnp.any(token_ids[:, None] == jnp.asarray(ends, jnp.int32)[None], axis=1)
         ended = live & is_end_token & ~rule.ignore_eos
-        kept = current.kept
+        kept = rows.kept
         if kept is not None:
             ids = kept_tokens(logits, cfg.vocab_size, kept.shape[2]) if cut else -1
             kept = kept.at[row, position].set(ids, mode="drop")
         return step_index + 1, Slots(
             cache=cache,
-            tokens=current.tokens.at[row, position].set(token_ids, mode="drop"),
-            logprob=current.logprob.at[row, position].set(logp, mode="drop"),
+            tokens=rows.tokens.at[row, position].set(token_ids, mode="drop"),
+            logprob=rows.logprob.at[row, position].set(logp, mode="drop"),
             last=last,
-            until=jnp.where(ended, last, current.until),
-            seed=current.seed,
-            experts=experts_read,
+            until=jnp.where(ended, last, rows.until),
+            seed=rows.seed,
+            experts=routes,
             kept=kept,
         )
 
@@ -247,14 +243,12 @@ def keep_likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p:
     """
     chex.assert_rank([logits, top_k, top_p, min_p], [2, 0, 0, 0])
     V = logits.shape[-1]
-    sorted_logits = -jnp.sort(-logits, axis=-1)
+    ranked = -jnp.sort(-logits, axis=-1)
     k = jnp.clip(jnp.where(top_k < 1, V, top_k), 1, V)
-    is_kept = (sorted_logits >= sorted_logits[:, :1] + jnp.log(min_p)) & (
-        sorted_logits >= sorted_logits[:, k - 1][:, None]
-    )
-    probs = jax.nn.softmax(jnp.where(is_kept, sorted_logits, heads.NO_TOKEN), axis=-1)
+    is_kept = (ranked >= ranked[:, :1] + jnp.log(min_p)) & (ranked >= ranked[:, k - 1][:, None])
+    probs = jax.nn.softmax(jnp.where(is_kept, ranked, heads.NO_TOKEN), axis=-1)
     prob_before = jnp.cumsum(probs, axis=-1) - probs
     rank = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     is_kept &= (prob_before < top_p) | (top_p >= 1.0) | (rank == 0)
-    threshold = jnp.min(jnp.where(is_kept, sorted_logits, jnp.inf), axis=-1)
+    threshold = jnp.min(jnp.where(is_kept, ranked, jnp.inf), axis=-1)
     return jnp.where(logits >= threshold[:, None], logits, heads.NO_TOKEN)

@@ -17,15 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jppo.models.config import ModelConfig
 from jppo.models.kernels import einsum, product
-from jppo.models.sequence_parallel import (
-    HEADS,
-    POSITIONS,
-    column_axes,
-    gather_columns,
-    map_over_mesh,
-    row_axes,
-    sum_gradient,
-)
+from jppo.models.sequence_parallel import HEADS, POSITIONS, column_axes, gather_all, map_over_mesh, row_axes, sum_grads
 from jppo.types import Array
 
 # The logit of padding: its probability is 0, and its share of the entropy too.
@@ -81,11 +73,9 @@ class Vocabulary:
         values, index = jax.lax.top_k(logits, min(k, logits.shape[-1]))
         tokens = jnp.take_along_axis(self.tokens(logits), index, axis=-1)
         if self.axis is not None:  # the largest of each device's largest
-            all_values, all_tokens = (
-                jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True) for x in (values, tokens)
-            )
-            values, index = jax.lax.top_k(all_values, k)
-            tokens = jnp.take_along_axis(all_tokens, index, axis=-1)
+            scores, ids = (jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True) for x in (values, tokens))
+            values, index = jax.lax.top_k(scores, k)
+            tokens = jnp.take_along_axis(ids, index, axis=-1)
         threshold = values[..., -1:]
         last_tied = jnp.max(jnp.where(values == threshold, tokens, -1), axis=-1, keepdims=True)
         return (logits > threshold) | ((logits == threshold) & (self.tokens(logits) <= last_tied))
@@ -259,15 +249,15 @@ class Chunking:
         fn = functools.partial(fn, self, vocabulary, sharded)
         if self.mesh is None or self.on_one_device:
             return fn
-        kernel_specs = tuple(PartitionSpec(vocabulary.axis, axes or None) for axes in sharded)
+        specs = tuple(PartitionSpec(vocabulary.axis, axes or None) for axes in sharded)
 
         def map_devices(fn: Callable[..., Any], *groups: tuple[str, ...]) -> Callable[..., Any]:
             rows = PartitionSpec(*groups, row_axes(), POSITIONS)
-            out_specs = (tuple(PartitionSpec(*groups, *spec) for spec in kernel_specs), rows) if gradients else rows
+            outs = (tuple(PartitionSpec(*groups, *spec) for spec in specs), rows) if gradients else rows
 
             def call(kernels: Any, *arrays: Any) -> Any:
-                in_specs = kernel_specs, *(rows for _ in arrays)
-                on_devices = jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+                ins = specs, *(rows for _ in arrays)
+                on_devices = jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
                 return on_devices(kernels, *arrays)
 
             return call
@@ -299,13 +289,11 @@ def _forward(
     plan: Chunking, vocabulary: Vocabulary, column_axes: Any, kernels: Any, hidden: Any, tokens: Any, mask: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Computes the outputs of a device's tokens [R, T]."""
-    flat_hidden, tokens = ([x.reshape(mask.size, *x.shape[2:]) for x in arrays] for arrays in (hidden, tokens))
-    full_kernels, chunks = gather_columns(kernels, column_axes, flat_hidden[0].dtype), _Chunks.of(mask, plan.chunk)
+    flat, tokens = ([x.reshape(mask.size, *x.shape[2:]) for x in arrays] for arrays in (hidden, tokens))
+    full_kernels, chunks = gather_all(kernels, column_axes, flat[0].dtype), _Chunks.of(mask, plan.chunk)
 
     def chunk_outputs(index: jax.Array | None) -> tuple[jax.Array, ...]:
-        products = [
-            _kernel_products(chunks.take(x, index), kernel) for x, kernel in zip(flat_hidden, full_kernels, strict=True)
-        ]
+        products = [_products(chunks.take(x, index), kernel) for x, kernel in zip(flat, full_kernels, strict=True)]
         return plan.outputs(vocabulary, tuple(chunks.take(x, index) for x in tokens), *products)
 
     def run_chunk(index: jax.Array | None, results: Any) -> Any:
@@ -331,12 +319,12 @@ def _backward(
     flat, tokens = ([x.reshape(mask.size, *x.shape[2:]) for x in given] for given in (hidden, tokens))
     given = jax.tree.map(lambda x: jnp.where(mask, x, 0).reshape(-1), given)
     dtype = flat[0].dtype
-    full_kernels, chunks = gather_columns(kernels, column_axes, dtype), _Chunks.of(mask, plan.chunk)
+    full_kernels, chunks = gather_all(kernels, column_axes, dtype), _Chunks.of(mask, plan.chunk)
 
     def one(index: jax.Array | None, so_far: Any) -> Any:
         sums, slopes = so_far
         states = [chunks.take(x, index) for x in flat]
-        raw = [_kernel_products(x, kernel) for x, kernel in zip(states, full_kernels, strict=True)]
+        raw = [_products(x, kernel) for x, kernel in zip(states, full_kernels, strict=True)]
         here = tuple(chunks.take(x, index) for x in tokens)
         pull = jax.vjp(functools.partial(plan.outputs, vocabulary, here), *raw)[1]
         pulled = [x.astype(dtype) for x in pull(jax.tree.map(lambda x: chunks.take(x, index), given))]
@@ -350,7 +338,7 @@ def _backward(
     if vocabulary.axis is not None:  # each device has a partial sum, from its part of the vocabulary
         slopes = [jax.lax.psum(new, vocabulary.axis) for new in slopes]
     if not plan.on_one_device:
-        sums = [sum_gradient(total, axes) for total, axes in zip(sums, column_axes, strict=True)]
+        sums = [sum_grads(total, axes) for total, axes in zip(sums, column_axes, strict=True)]
     by_kernel = tuple(total.astype(kernel.dtype) for total, kernel in zip(sums, kernels, strict=True))
     return by_kernel, tuple(new.reshape(x.shape) for new, x in zip(slopes, hidden, strict=True))
 
@@ -391,6 +379,6 @@ class _Chunks:
         return part if index is None else x.at[index].set(part, mode="drop")
 
 
-def _kernel_products(states: jax.Array, kernel: jax.Array) -> jax.Array:
+def _products(states: jax.Array, kernel: jax.Array) -> jax.Array:
     """Computes [C, V] products of states [C, D] with the kernel, f32 at least."""
     return einsum("cd,vd->cv", states, kernel, jnp.promote_types(states.dtype, jnp.float32))

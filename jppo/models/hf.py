@@ -94,7 +94,7 @@ def load_params(
     """
     entries, slots = _find_parameters(path, cfg, head)
     loaded = params.tree(
-        entries, lambda entry: _read_parameter(entry, slots, entry.dtype(param_dtype), _sharding(shardings, entry.path))
+        entries, lambda entry: _load(entry, slots, entry.dtype(param_dtype), _sharding(shardings, entry.path))
     )
     if head == "value" and "score.weight" not in slots:
         if key is None:
@@ -107,25 +107,19 @@ def load_params(
 def adapter_slots(path: str | os.PathLike[str], spec: lora.Lora) -> dict[str, tensorfile.Slot]:
     """Finds the tensors of peft's adapter at `path`; UserError unless it is LoRA of this rank and scale."""
     folder, setting = expanded(path), f"model.lora_adapter_path={os.fspath(path)!r}"
-    file, config_file = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    if not file.is_file() or not config_file.is_file():
-        raise UserError(
-            f"{setting}: it needs {file.name} and {config_file.name}; give a folder that peft or jppo wrote"
-        )
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    if not file.is_file() or not config.is_file():
+        raise UserError(f"{setting}: it needs {file.name} and {config.name}; give a folder that peft or jppo wrote")
     try:
-        stored = json.loads(config_file.read_text())
+        stored = json.loads(config.read_text())
         rank, alpha = int(stored["r"]), float(stored["lora_alpha"])
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise UserError(f"{setting}: {config_file.name} has no r and lora_alpha ({e}); write it again") from e
-    if unsupported := [
-        name for name in ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern") if stored.get(name)
-    ]:
-        raise UserError(f"{setting}: {config_file.name} has {unsupported[0]}; only plain LoRA can be trained: merge it")
-    for name, expected, stored_value in (("lora_rank", spec.rank, rank), ("lora_alpha", spec.alpha, alpha)):
-        if expected != stored_value:
-            raise UserError(
-                f"{setting}: its {name.removeprefix('lora_')} is {stored_value:g}; set model.{name}={stored_value:g}"
-            )
+        raise UserError(f"{setting}: {config.name} has no r and lora_alpha ({e}); write it again") from e
+    if other := [name for name in ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern") if stored.get(name)]:
+        raise UserError(f"{setting}: {config.name} has {other[0]}; only plain LoRA can be trained: merge it")
+    for name, want, have in (("lora_rank", spec.rank, rank), ("lora_alpha", spec.alpha, alpha)):
+        if want != have:
+            raise UserError(f"{setting}: its {name.removeprefix('lora_')} is {have:g}; set model.{name}={have:g}")
     return tensorfile.file_slots(file)
 
 
@@ -135,22 +129,17 @@ def load_adapters(
     """Loads the adapters of a policy from peft's folder into their shards, in f32."""
     slots, entries = adapter_slots(path, spec), lora.adapter_table(cfg, spec, head="lm")
     shapes = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
-    mismatched = sorted(set(shapes) ^ set(slots)) or [name for name in shapes if slots[name].shape != shapes[name]]
-    if mismatched:
-        fault = (
-            "lacks" if mismatched[0] not in slots else "has another shape of" if mismatched[0] in shapes else "also has"
-        )
+    names = sorted(set(shapes) ^ set(slots)) or [name for name in shapes if slots[name].shape != shapes[name]]
+    if names:
+        fault = "lacks" if names[0] not in slots else "has another shape of" if names[0] in shapes else "also has"
         raise UserError(
-            f"model.lora_adapter_path={os.fspath(path)!r} {fault} {_name_some(mismatched)}; set model.target_modules to"
+            f"model.lora_adapter_path={os.fspath(path)!r} {fault} {_name_some(names)}; set model.target_modules to"
             " its modules, and model.path to its base"
         )
-    return params.tree(
-        entries, lambda entry: _read_parameter(entry, slots, jnp.float32, _sharding(shardings, entry.path))
-    )
+    return params.tree(entries, lambda entry: _load(entry, slots, jnp.float32, _sharding(shardings, entry.path)))
 
 
 def _sharding(shardings: Params | None, path: tuple[str, ...]) -> Any:
-    """Returns the sharding of the parameter at `path`; None without shardings."""
     return None if shardings is None else params.leaf_at(shardings, path)
 
 
@@ -242,23 +231,21 @@ def _name_some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _read_parameter(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> Any:
+def _load(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> Any:
     """Reads one parameter, filled tensor by tensor in its shards; quantised if its sharding is of codes and scales."""
-    out_shardings, method = sharding, "none"
+    shards, method = sharding, "none"
     if isinstance(sharding, kernels.Quantized):
         sharding, method = sharding.codes, sharding.method
     form = kernels.stored_form(entry, dtype, method)
-    parameter: Any = jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form), out_shardings=out_shardings
-    )()
+    array: Any = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form), out_shardings=shards)()
     for index, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
         tensor = params.from_hf(entry, tensorfile.read_tensor(slots[name], name))
         if entry.padding and sharding is not None:  # else no mesh divides it, and each device would get all of it
             tensor = np.pad(tensor, [(0, entry.padding)] + [(0, 0)] * (tensor.ndim - 1))
         piece = tensor[(None,) * len(index)]
-        parameter = _fill(parameter, placing.put(piece, _piece_sharding(sharding, piece.shape)), index)
-        jax.block_until_ready(parameter)  # one tensor on the host at a time
-    return parameter
+        array = _fill(array, placing.put(piece, _piece_sharding(sharding, piece.shape)), index)
+        jax.block_until_ready(array)  # one tensor on the host at a time
+    return array
 
 
 def _piece_sharding(sharding: Any, shape: tuple[int, ...]) -> Any:
@@ -273,7 +260,6 @@ def _piece_sharding(sharding: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _num_shards(sharding: Any, axes: str | tuple[str, ...]) -> int:
-    """Returns the number of devices along mesh axes."""
     return math.prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 

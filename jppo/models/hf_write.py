@@ -199,13 +199,11 @@ def _add_other_tensors(
     def stored_name(name: str) -> str:
         return head if name == "lm_head.weight" else prefix + name.removeprefix("model.")
 
-    other_slots = {name: slot for name, slot in slots.items() if not hf.is_text_tensor(name)}
-    all_shapes = {stored_name(name): x for name, x in shapes.items()}
-    all_shapes |= {
-        name: jax.ShapeDtypeStruct(s.shape, tensorfile.read_tensor(s, name).dtype) for name, s in other_slots.items()
-    }
-    other_tensors = ((name, tensorfile.read_tensor(slot, name)) for name, slot in other_slots.items())
-    return all_shapes, itertools.chain(((stored_name(name), array) for name, array in tensors), other_tensors)
+    other = {name: slot for name, slot in slots.items() if not hf.is_text_tensor(name)}
+    merged = {stored_name(name): x for name, x in shapes.items()}
+    merged |= {name: jax.ShapeDtypeStruct(s.shape, tensorfile.read_tensor(s, name).dtype) for name, s in other.items()}
+    other_tensors = ((name, tensorfile.read_tensor(slot, name)) for name, slot in other.items())
+    return merged, itertools.chain(((stored_name(name), array) for name, array in tensors), other_tensors)
 
 
 def adapter_tensors(
@@ -273,7 +271,6 @@ def _write_shards(
     tensors: Iterator[tuple[str, np.ndarray]],
     max_shard_bytes: int,
 ) -> None:
-    """Writes the tensors to files of at most `max_shard_bytes` each, with an index if there are several."""
     groups: list[dict[str, jax.ShapeDtypeStruct]] = [{}]
     total = filled = 0
     for name, x in announced.items():

@@ -156,10 +156,10 @@ def adapter_table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry,
     entries = []
     for name, stack in itertools.product(targets_of(model, lora), model.stacks):
         for kernel in (kernels[path] for path in _kernel_paths(model, stack, *TARGETS[name]) if path in kernels):
-            lead_letters, input_letter, output_letters = _split_letters(kernel)
+            lead, inner, outer = _split_letters(kernel)
             entries += [
-                _adapter_entry(kernel, lora, "a", "lora_A", ("r", input_letter), f"{lead_letters}{input_letter}r"),
-                _adapter_entry(kernel, lora, "b", "lora_B", (output_letters, "r"), f"{lead_letters}r{output_letters}"),
+                _make_entry(kernel, lora, "a", "lora_A", ("r", inner), f"{lead}{inner}r"),
+                _make_entry(kernel, lora, "b", "lora_B", (outer, "r"), f"{lead}r{outer}"),
             ]
     if head == "value":
         score = kernels["score", "kernel"]
@@ -169,15 +169,13 @@ def adapter_table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry,
 
 def targets_of(model: ModelConfig, lora: Lora) -> tuple[str, ...]:
     """Returns the modules of the model that have adapters; UserError for a module that it has not."""
-    model_paths = {entry.path for entry in params.table(model, head="trunk")}
+    present = {entry.path for entry in params.table(model, head="trunk")}
     paths = {
         name: [p for stack in model.stacks for p in _kernel_paths(model, stack, *path)]
         for name, path in TARGETS.items()
     }
-    possible = tuple(name for name, target_paths in paths.items() if not model_paths.isdisjoint(target_paths))
-    routed = [
-        n for n in lora.targets if any("experts" in p and "shared" not in p for p in paths[n] if p in model_paths)
-    ]
+    possible = tuple(name for name, target_paths in paths.items() if not present.isdisjoint(target_paths))
+    routed = [n for n in lora.targets if any("experts" in p and "shared" not in p for p in paths[n] if p in present)]
     if lora.dropout and routed:
         raise UserError(
             f"model.lora_dropout={lora.dropout}: adapters of routed experts ({', '.join(routed)}) have no dropout; set"
@@ -219,12 +217,8 @@ def _kernel_paths(model: ModelConfig, stack: Stack, module: str, name: str) -> l
 
 def _split_letters(kernel: Entry) -> tuple[str, str, str]:
     """Returns a kernel's letters: of layers and experts, of its input (the second axis of HF's), and of its output."""
-    lead_letters, input_letter = kernel.letters[: len(kernel.numbered)], kernel.hf_letters[1]
-    return (
-        lead_letters,
-        input_letter,
-        "".join(letter for letter in kernel.letters if letter not in lead_letters + input_letter),
-    )
+    lead, inner = kernel.letters[: len(kernel.numbered)], kernel.hf_letters[1]
+    return (lead, inner, "".join(letter for letter in kernel.letters if letter not in lead + inner))
 
 
 def _adapter_path(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -232,15 +226,13 @@ def _adapter_path(path: tuple[str, ...]) -> tuple[str, ...]:
     return path[:-1] if path[-1] == "kernel" else path
 
 
-def _adapter_entry(
-    kernel: Entry, lora: Lora, name: str, peft_name: str, hf_letters: tuple[str, ...], letters: str
-) -> Entry:
+def _make_entry(kernel: Entry, lora: Lora, name: str, peft: str, hf_letters: tuple[str, ...], letters: str) -> Entry:
     """Makes the entry of a kernel's A or B."""
     sizes = dict(zip(kernel.letters, kernel.shape, strict=True)) | {"r": lora.rank}
     axes = dict(zip(kernel.letters, kernel.axes, strict=True)) | {"r": None}
     return Entry(
         path=(COLLECTION, *_adapter_path(kernel.path), name),
-        hf=f"base_model.model.{kernel.hf.removesuffix('.weight')}.{peft_name}.weight",
+        hf=f"base_model.model.{kernel.hf.removesuffix('.weight')}.{peft}.weight",
         hf_letters=hf_letters,
         letters=letters,
         shape=tuple(sizes[letter] for letter in letters),
@@ -279,10 +271,8 @@ def kernel_and_adapter(entry: Entry, model: Weights) -> tuple[jax.Array, dict[st
 def merge(entry: Entry, kernel: jax.Array, adapter: dict[str, jax.Array]) -> jax.Array:
     """Computes W + B A, in W's dtype: both of `entry`, all layers of it or some."""
     chex.assert_rank(kernel, len(entry.letters))
-    lead_letters, input_letter, output_letters = _split_letters(entry)
-    product = jnp.einsum(
-        f"{lead_letters}{input_letter}r,{lead_letters}r{output_letters}->{entry.letters}", adapter["a"], adapter["b"]
-    )
+    lead, inner, outer = _split_letters(entry)
+    product = jnp.einsum(f"{lead}{inner}r,{lead}r{outer}->{entry.letters}", adapter["a"], adapter["b"])
     return (kernel.astype(jnp.float32) + product).astype(kernel.dtype)
 
 

@@ -111,11 +111,8 @@ class Entry:
     @property
     def hf_names(self) -> tuple[str, ...]:
         """Returns HF's names, in the order of `np.ndindex(numbered)`."""
-        indices = (dict(zip(("layer", "expert"), numbers, strict=False)) for numbers in np.ndindex(self.numbered))
-        return tuple(
-            self.hf.format(**numbers | {"layer": self.first + self.step * numbers.get("layer", 0)})
-            for numbers in indices
-        )
+        indices = (dict(zip(("layer", "expert"), at, strict=False)) for at in np.ndindex(self.numbered))
+        return tuple(self.hf.format(**at | {"layer": self.first + self.step * at.get("layer", 0)}) for at in indices)
 
 
 Rows = Callable[..., list[Entry]]  # makes the entries of a row, one of each stack
@@ -246,7 +243,6 @@ def _grouped_entries(model: ModelConfig, layer: Rows) -> list[Entry]:
 
 
 def _latent_entries(model: ModelConfig, layer: Rows) -> list[Entry]:
-    """Lists the parameters of latent attention."""
     assert model.latent is not None
     rows = [
         *layer("attn/kv_a/kernel", "self_attn.kv_a_proj_with_mqa.weight", "J D", "LDJ"),
@@ -266,7 +262,6 @@ def _latent_entries(model: ModelConfig, layer: Rows) -> list[Entry]:
 
 
 def _delta_entries(spec: Delta, layer: Rows) -> list[Entry]:
-    """Lists the parameters of gated delta nets."""
     rows = [
         *layer("delta/conv", "linear_attn.conv1d.weight", "Z 1 T", "LZ1T"),
         *layer("delta/a_log", "linear_attn.A_log", "O", "LO"),
@@ -290,7 +285,6 @@ def _delta_entries(spec: Delta, layer: Rows) -> list[Entry]:
 
 
 def _gemma4_entries(spec: Gemma4, layer: Rows) -> list[Entry]:
-    """Lists the parameters of layers that only Gemma 4 has."""
     rows = layer("scalar", "layer_scalar", "1", "L1")
     if spec.per_layer:
         rows += layer("per_layer_gate/kernel", "per_layer_input_gate.weight", "p D", "LDp")
@@ -300,7 +294,6 @@ def _gemma4_entries(spec: Gemma4, layer: Rows) -> list[Entry]:
 
 
 def _expert_entries(spec: Experts, layer: Rows) -> list[Entry]:
-    """Lists the parameters of experts and routers."""
     names = spec.names
     module = f"{names.module}." if names.module else ""
     expert_prefix = f"{module}experts.{{expert}}"
@@ -336,7 +329,6 @@ def _expert_entries(spec: Experts, layer: Rows) -> list[Entry]:
 
 
 def _mlp_entries(model: ModelConfig, layer: Rows) -> list[Entry]:
-    """Lists the parameters of MLPs."""
     rows = layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", dense=True)
     if model.fused:
         rows += layer("mlp/gate_up/kernel", "mlp.gate_up_proj.weight", "NF D", "LDNF", dense=True)

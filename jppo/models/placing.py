@@ -156,7 +156,6 @@ def copy_shapes(tree: Any, offload: bool) -> Any:
 
 
 def _to_host(x: Any) -> Any:
-    """Offloads one array, or its shape."""
     if isinstance(x, jax.ShapeDtypeStruct):
         assert x.sharding is not None
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(KINDS[0]))

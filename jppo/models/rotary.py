@@ -122,28 +122,19 @@ class Positions:
     counted: jax.Array | None = None  # [R, T] bool, tokens that routers' sums are over
     shared: Any = None  # by kind, keys and values that later layers share
 
-    def for_layer(self, kind: jax.Array | int, fixed_kind: int | None = None) -> LayerPositions:
-        """Returns the positions for a layer of this kind; `fixed_kind`: its number, where head sizes differ by kind."""
-        if fixed_kind is not None:
-            shared = None if self.shared is None else self.shared.get(fixed_kind)
-            return LayerPositions(
-                self.segment, self.position, self.cos[fixed_kind], self.sin[fixed_kind], fixed_kind, shared
-            )
+    def for_layer(self, kind: jax.Array | int, fixed: int | None = None) -> LayerPositions:
+        """Returns the positions for a layer of this kind; `fixed`: its number, where head sizes differ by kind."""
+        if fixed is not None:
+            shared = None if self.shared is None else self.shared.get(fixed)
+            return LayerPositions(self.segment, self.position, self.cos[fixed], self.sin[fixed], fixed, shared)
         if len(self.cos) == 1:
             return LayerPositions(self.segment, self.position, self.cos[0], self.sin[0], 0)
         cos, sin = jnp.stack(self.cos), jnp.stack(self.sin)
         return LayerPositions(self.segment, self.position, cos[kind], sin[kind], kind)
 
 
-def compute_positions(
-    rotaries: Sequence[tuple[Rotary, int]], position: jax.Array, segment: jax.Array | None
-) -> Positions:
+def add_angles(rotaries: Sequence[tuple[Rotary, int]], position: jax.Array, segment: jax.Array | None) -> Positions:
     """Computes the angles of every position, for the frequencies and the turned size of every kind of layer."""
-    angles_and_scales = [
-        (compute_angles(position, frequencies(rotary, size)), rotary.scale) for rotary, size in rotaries
-    ]
-    cos, sin = (
-        tuple(cos_sin[i] if scale == 1.0 else cos_sin[i] * scale for cos_sin, scale in angles_and_scales)
-        for i in (0, 1)
-    )
+    angles = [(compute_angles(position, frequencies(rotary, size)), rotary.scale) for rotary, size in rotaries]
+    cos, sin = (tuple(pair[i] if scale == 1.0 else pair[i] * scale for pair, scale in angles) for i in (0, 1))
     return Positions(segment, position, cos, sin)

@@ -58,7 +58,7 @@ EXCHANGED = Split(ROWS, (HEADS, POSITIONS))  # rows whose positions are sharded
 WHOLE = Split((*ROWS, POSITIONS), (HEADS,))  # rows that are whole on a device
 
 
-def dividing_axes(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+def fit_axes(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
     """Returns the axes, without the last ones if they are too many for the size."""
     while axes and size % math.prod(mesh.shape[axis] for axis in axes):
         axes = axes[:-1]
@@ -71,7 +71,7 @@ def column_axes(mesh: Mesh | AbstractMesh | None, size: int, other_axes: tuple[s
     `other_axes` axes shard another dimension of the parameter.
     """
     axes = tuple(axis for axis in COLUMNS if axis not in other_axes)
-    return () if mesh is None or mesh.size == 1 else dividing_axes(mesh, axes, size)
+    return () if mesh is None or mesh.size == 1 else fit_axes(mesh, axes, size)
 
 
 def repeat_heads(x: jax.Array, heads: int, parts: int) -> jax.Array:
@@ -135,28 +135,24 @@ def _add_group_axis(fn: Callable[..., Any]) -> Callable[..., Any]:
     return local
 
 
-def _map_groups(
-    fn: Callable[..., Any], count: int, is_batched_tree: Any, kernels: Any, *arrays: Any
-) -> tuple[Any, Any]:
+def _map_groups(fn: Callable[..., Any], count: int, batched: Any, kernels: Any, *arrays: Any) -> tuple[Any, Any]:
     """Maps over groups, for vmap: kernels are the same for all groups, arrays have one for each."""
-    if any(jax.tree.leaves(is_batched_tree[0])):
+    if any(jax.tree.leaves(batched[0])):
         raise ValueError("groups of devices share their kernels")
     arrays = jax.tree.map(
-        lambda x, is_batched: x if is_batched else jnp.broadcast_to(x, (count, *x.shape)),
-        arrays,
-        tuple(is_batched_tree[1:]),
+        lambda x, mapped: x if mapped else jnp.broadcast_to(x, (count, *x.shape)), arrays, tuple(batched[1:])
     )
     result = fn(kernels, *arrays)
     return result, jax.tree.map(lambda _: True, result)
 
 
-def gather_columns(kernels: Sequence[jax.Array], column_axes: Sequence[tuple[str, ...]], dtype: Any) -> list[jax.Array]:
+def gather_all(kernels: Sequence[jax.Array], column_axes: Sequence[tuple[str, ...]], dtype: Any) -> list[jax.Array]:
     """Gathers all columns of a device's kernels, in this dtype."""
     pairs = zip((kernel.astype(dtype) for kernel in kernels), column_axes, strict=True)
     return [jax.lax.all_gather(kernel, axes, axis=1, tiled=True) if axes else kernel for kernel, axes in pairs]
 
 
-def sum_gradient(total: jax.Array, axes: tuple[str, ...], expert_axis: str | None = None) -> jax.Array:
+def sum_grads(total: jax.Array, axes: tuple[str, ...], expert_axis: str | None = None) -> jax.Array:
     """Sums a kernel's gradient over the mesh, in the kernel's shards; along `expert_axis` the kernels differ."""
     total = jax.lax.psum_scatter(total, axes, scatter_dimension=1, tiled=True) if axes else total
     other_axes = tuple(axis for axis in (*row_axes(), POSITIONS) if axis not in (*axes, expert_axis))

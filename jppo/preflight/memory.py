@@ -24,14 +24,7 @@ from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.preflight.programs import Estimate, ProgramMemory, account, global_size, size
 from jppo.preflight.servers import server_memory
-from jppo.rollout.inprocess import (
-    TURNS,
-    InprocessSettings,
-    empty_fill_arguments,
-    make_empty,
-    make_programs,
-    sampling_rule,
-)
+from jppo.rollout.inprocess import TURNS, InprocessSettings, empty_fill, make_empty, make_programs, make_rule
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import greedy
 from jppo.settings import Settings, Supervised, Training, optimizers
@@ -182,10 +175,10 @@ def engine_programs(c: Settings, mesh: Any, policy: Any) -> list[Program]:
     programs = make_programs(engine, (0,), steps=TURNS)
     model = _weight_shapes(engine, programs, sharding.own_part(mesh), c.model.param_dtype)
     slots = _slot_shapes(engine)
-    choice = jax.tree.map(_shape, sampling_rule(greedy(1)))
+    choice = jax.tree.map(_shape, make_rule(greedy(1)))
     rows = jax.ShapeDtypeStruct((), "int32")
     prompt_shape = max(engine.prompt_shapes, key=math.prod)
-    prompts = jax.tree.map(_shape, empty_fill_arguments(engine.rows, prompt_shape))
+    prompts = jax.tree.map(_shape, empty_fill(engine.rows, prompt_shape))
     advance = programs.advance_cut if engine.cut else programs.advance
     prefill_args, decode_args = (model, slots, *prompts), (model, slots, choice, rows)
     scratch = model, slots

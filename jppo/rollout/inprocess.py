@@ -158,7 +158,7 @@ class _Batcher:
 
     def compile(self) -> None:
         """Runs every program on empty rows, so later calls do not compile."""
-        slots, choice = self._programs.empty(), sampling_rule(greedy(1))
+        slots, choice = self._programs.empty(), make_rule(greedy(1))
         for shape in self.settings.prompt_shapes:
             slots = self._programs.fill(self._model, slots, *self._fill_arguments([], [], shape))
         rows = np.int32(self.settings.rows)
@@ -191,57 +191,48 @@ class _Batcher:
             self._waiting = waiting
             free_rows_wanted = max(1, s.rows // _FREE) if waiting else s.rows
             advance = self._programs.advancing(sampling, s.cfg.vocab_size)
-            slots = advance(self._model, slots, sampling_rule(sampling), np.int32(free_rows_wanted))
+            slots = advance(self._model, slots, make_rule(sampling), np.int32(free_rows_wanted))
             device_arrays = (slots.tokens, slots.logprob, slots.last, slots.until, slots.experts, slots.kept)
-            tokens, logprob, last_position, end_position, experts, kept = await asyncio.to_thread(
-                jax.device_get, device_arrays
-            )
+            tokens, logprob, last, until, experts, kept = await asyncio.to_thread(jax.device_get, device_arrays)
             # The device knows neither stop texts, nor `stop_ids`, nor callers that have gone.
             need_host_stop = (r.sampling.stop or r.sampling.stop_ids or r.answer.done() for r in row_requests.values())
-            end_position, stop_rows = end_position.copy(), any(need_host_stop)
+            until, stop_rows = until.copy(), any(need_host_stop)
             for row, request in list(row_requests.items()):
-                abandoned, begin, end = request.answer.done(), len(request.ids), int(last_position[row]) + 1
+                abandoned, begin, end = request.answer.done(), len(request.ids), int(last[row]) + 1
                 length = self._stop_length(tokens[row, begin:end], request.sampling)
-                if length is None and end <= end_position[row] and not abandoned:
+                if length is None and end <= until[row] and not abandoned:
                     continue
-                answer_slice = slice(begin, end if length is None else begin + length)
-                ended_by_id = not sampling.ignore_eos and int(tokens[row, answer_slice.stop - 1]) in self._ends
+                span = slice(begin, end if length is None else begin + length)
+                ended_by_id = not sampling.ignore_eos and int(tokens[row, span.stop - 1]) in self._ends
                 finish = "stop" if ended_by_id or length is not None else "length"
                 if not abandoned:
-                    read_experts = None if experts is None else experts[row, : answer_slice.stop - 1]
-                    kept_ids = [ids[ids != -1] for ids in kept[row, answer_slice]] if sampling.kept else None
-                    answer = self._make_answer(
-                        tokens[row, answer_slice], logprob[row, answer_slice], finish, read_experts, kept_ids
-                    )
+                    read = None if experts is None else experts[row, : span.stop - 1]
+                    kept_ids = [ids[ids != -1] for ids in kept[row, span]] if sampling.kept else None
+                    answer = self._make_answer(tokens[row, span], logprob[row, span], finish, read, kept_ids)
                     if sampling.kept:
                         require_kept(answer.tokens, kept_ids, sampling.kept, "the engine")
                     request.answer.set_result(answer)
                 del row_requests[row]
-                end_position[row] = last_position[row]
+                until[row] = last[row]
             if stop_rows:
-                slots = dataclasses.replace(slots, until=jax.device_put(end_position, s.by_row))
+                slots = dataclasses.replace(slots, until=jax.device_put(until, s.by_row))
 
     def _fill_rows(
         self, slots: Slots, waiting: Sequence[_Waiting], free_rows: Sequence[int]
     ) -> tuple[Slots, Sequence[_Waiting]]:
         """Fills free rows with the first waiting requests, as many as one prefill takes; returns them."""
         count, length = next(shape for shape in self.settings.prompt_shapes if shape[1] >= len(waiting[0].ids))
-        distinct_prompts: dict[bytes, int] = {}
-        requests = list(
-            itertools.takewhile(
-                lambda r: distinct_prompts.setdefault(r.beginning, len(distinct_prompts)) < count,
-                waiting[: len(free_rows)],
-            )
+        seen: dict[bytes, int] = {}
+        batch = list(
+            itertools.takewhile(lambda r: seen.setdefault(r.beginning, len(seen)) < count, waiting[: len(free_rows)])
         )
-        return self._programs.fill(
-            self._model, slots, *self._fill_arguments(requests, free_rows, (count, length))
-        ), requests
+        return self._programs.fill(self._model, slots, *self._fill_arguments(batch, free_rows, (count, length))), batch
 
     def _fill_arguments(
         self, requests: Sequence[_Waiting], free_rows: Sequence[int], shape: tuple[int, int]
     ) -> tuple[np.ndarray, ...]:
         """Returns the further arguments of `generate.fill`: prompts, source, length, until and seed."""
-        prompts, source, length, until, seed = empty_fill_arguments(self.settings.rows, shape)
+        prompts, source, length, until, seed = empty_fill(self.settings.rows, shape)
         prompt_indices: dict[bytes, int] = {}
         for row, request in zip(free_rows, requests, strict=False):
             ids = request.ids
@@ -269,13 +260,13 @@ class _Batcher:
         )
 
 
-def empty_fill_arguments(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
+def empty_fill(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
     """Returns the arguments of `generate.fill` without a prompt: prompts, source, length, until and seed."""
     prompts, seed = np.zeros(shape, np.int32), np.zeros(rows, np.uint32)
     return prompts, np.full(rows, -1, np.int32), np.ones(rows, np.int32), np.zeros(rows, np.int32), seed
 
 
-def sampling_rule(sampling: Sampling) -> SamplingRule:
+def make_rule(sampling: Sampling) -> SamplingRule:
     """Returns the sampling parameters as arrays for the programs."""
     fields: dict[str, Any] = dict(
         temperature=np.float32(sampling.temperature),
@@ -348,18 +339,16 @@ class InprocessSampler(Sampler):
             """Runs the talks and the batcher that answers them, until all talks have ended."""
             batcher = self._batcher(model)
             batching = asyncio.ensure_future(batcher.answer_all())
-            conversing = asyncio.ensure_future(
-                protocol.converse(batcher.ask, self._talk, prompts, sampling, done, only)
-            )
+            talks = asyncio.ensure_future(protocol.converse(batcher.ask, self._talk, prompts, sampling, done, only))
             try:
-                await asyncio.wait([batching, conversing], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([batching, talks], return_when=asyncio.FIRST_COMPLETED)
                 if batching.done():  # it ends only by failing
                     batching.result()
-                return await conversing
+                return await talks
             finally:
                 batching.cancel()
-                conversing.cancel()
-                await asyncio.gather(batching, conversing, return_exceptions=True)
+                talks.cancel()
+                await asyncio.gather(batching, talks, return_exceptions=True)
 
         future: Future[list[Trajectory]] = Future()
         future.set_result(protocol.run(generate()))
@@ -392,7 +381,6 @@ class InprocessSampler(Sampler):
             )
 
     def _current_weights(self) -> Weights:
-        """Returns the weights to sample from; RolloutError if there are none."""
         if self._policy is None:
             raise RolloutError("the engine has no weights yet; publish some first")
         if any(x.is_deleted() for x in jax.tree.leaves(self._policy)):
@@ -415,20 +403,16 @@ def stream(
     length = next(n for _, n in s.prompt_shapes if n >= len(ids))
     prompt = np.zeros((1, length), np.int32)
     prompt[0, : len(ids)] = ids
-    rows_and_lengths = (np.array([0], np.int32), np.array([len(ids)], np.int32))
-    end_position = np.array([len(ids) - 1 + sampling.max_tokens], np.int32)
-    slots = programs.fill(
-        model, programs.empty(), prompt, *rows_and_lengths, end_position, np.array([sampling.seed], np.uint32)
-    )
-    advance, rule = programs.advancing(sampling, s.cfg.vocab_size), sampling_rule(sampling)
+    row_and_length = (np.array([0], np.int32), np.array([len(ids)], np.int32))
+    until = np.array([len(ids) - 1 + sampling.max_tokens], np.int32)
+    slots = programs.fill(model, programs.empty(), prompt, *row_and_length, until, np.array([sampling.seed], np.uint32))
+    advance, rule = programs.advancing(sampling, s.cfg.vocab_size), make_rule(sampling)
     begin, unfinished = len(ids), True
     while unfinished:
         slots = advance(model, slots, rule, np.int32(1))
-        tokens, logprob, last_position, end_position = jax.device_get(
-            (slots.tokens, slots.logprob, slots.last, slots.until)
-        )
-        new_tokens = slice(begin, int(last_position[0]) + 1)
-        if not np.isfinite(logprob[0, new_tokens]).all():
+        tokens, logprob, last, until = jax.device_get((slots.tokens, slots.logprob, slots.last, slots.until))
+        new = slice(begin, int(last[0]) + 1)
+        if not np.isfinite(logprob[0, new]).all():
             raise RolloutError("the weights give non-finite numbers; train the model again from an earlier checkpoint")
-        yield tokens[0, new_tokens].tolist()
-        begin, unfinished = new_tokens.stop, bool(last_position[0] < end_position[0])
+        yield tokens[0, new].tolist()
+        begin, unfinished = new.stop, bool(last[0] < until[0])

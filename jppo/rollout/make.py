@@ -107,13 +107,13 @@ def inprocess_settings(c: Loop, mesh: Mesh) -> InprocessSettings:
     r = c.rollout
     _, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     tensor_parallel, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
-    longest_row, row_multiple = c.data.longest_row, sharding.whole_row_multiple(mesh)
+    longest, row_multiple = c.data.longest_row, sharding.whole_row_multiple(mesh)
     rows = min(r.max_num_seqs, -(-c.sequences_of_step // row_multiple) * row_multiple)
     if sharding.platform(mesh) == "cpu":
-        rows = min(rows, r.cache_on_cpu // attention.cache_row_bytes(cfg, length=longest_row, dtype=r.dtype))
+        rows = min(rows, r.cache_on_cpu // attention.cache_row_bytes(cfg, length=longest, dtype=r.dtype))
     if rows < row_multiple:
         raise UserError(
-            f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest_row} tokens, within rollout.kv_cache_memory_bytes="
+            f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest} tokens, within rollout.kv_cache_memory_bytes="
             f"{r.cache_on_cpu} on a CPU, must be at least {row_multiple}, one for each device that shares them; raise"
             " what is too low"
         )
@@ -121,10 +121,8 @@ def inprocess_settings(c: Loop, mesh: Mesh) -> InprocessSettings:
         cfg=pad_vocab(cfg, tensor_parallel),
         rows=rows // row_multiple * row_multiple,
         row_multiple=row_multiple,
-        max_prompt_length=longest_row - 1
-        if r.multi_turn.enable or r.agent
-        else c.data.max_prompt_length,  # of a prefill
-        max_model_len=longest_row,
+        max_prompt_length=longest - 1 if r.multi_turn.enable or r.agent else c.data.max_prompt_length,  # of a prefill
+        max_model_len=longest,
         dtype=r.dtype,
         by_row=sharding.whole_rows_sharding(mesh),
         of_cache=sharding.cache_sharding(mesh, attention.cache_heads(cfg)),

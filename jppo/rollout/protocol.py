@@ -236,18 +236,12 @@ async def converse(
         prompt_index, sample_index = divmod(index, sampling.n)
         seed = sample_seed(sampling.seed, prompt_index, sample_index)
         with traces.span("sample", prompt=prompts[prompt_index].uid, number=sample_index) as annotate:
-            trajectory = await talk(ask, prompts[prompt_index], sampling=sampling, seed=seed, near=prompt_index)
-            versions = sorted({*trajectory.version[trajectory.sampled].tolist()})
-            annotate(
-                versions=versions,
-                server=trajectory.server,
-                turns=trajectory.turns,
-                tokens=int(trajectory.sampled.sum()),
-                finish=trajectory.finish,
-            )
+            t = await talk(ask, prompts[prompt_index], sampling=sampling, seed=seed, near=prompt_index)
+            versions = sorted({*t.version[t.sampled].tolist()})
+            annotate(versions=versions, server=t.server, turns=t.turns, tokens=int(t.sampled.sum()), finish=t.finish)
             if done is not None:
-                done(index, trajectory)
-        return trajectory
+                done(index, t)
+        return t
 
     try:
         async with asyncio.TaskGroup() as group:

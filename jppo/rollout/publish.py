@@ -82,46 +82,40 @@ class Repeatable:
 
 
 def publish_policy(
-    settings: PublishSettings, learner: Learner, sampler: Source, state: TrainState, hosts: Hosts = ALONE
+    s: PublishSettings, learner: Learner, sampler: Source, state: TrainState, hosts: Hosts = ALONE
 ) -> None:
     """Publishes the policy to the engine: whole, or only its adapters."""
-    version, mode = int(state.step), settings.on_update
+    version, mode = int(state.step), s.on_update
     if isinstance(sampler, InprocessSampler):
         policy, own_mesh = learner.policy(state), sharding.own_part(learner.mesh)
         sampler.hold(policy if own_mesh is learner.mesh else placing.local(policy, own_mesh), version=version)
         return
-    if settings.adapters is None:
-        _load(settings, sampler, learner.policy(state), learner.cfg, hosts, version=version, mode=mode)
+    if s.adapters is None:
+        _load(s, sampler, learner.policy(state), learner.cfg, hosts, version=version, mode=mode)
         return
     save_adapter = functools.partial(
-        hf_write.save_adapter, learned=state.policy, cfg=learner.cfg, spec=settings.adapters, base=settings.base
+        hf_write.save_adapter, learned=state.policy, cfg=learner.cfg, spec=s.adapters, base=s.base
     )
     hosts.together(lambda: sampler.load_adapter(save_adapter, version=version, mode=mode))
 
 
-def publish_base(
-    settings: PublishSettings, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE
-) -> None:
+def publish_base(s: PublishSettings, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
     """Publishes the policy's frozen base, where later only the adapters are published."""
     frozen_base = learner.actor.base
-    if frozen_base is not None and not isinstance(sampler, InprocessSampler) and settings.adapters is not None:
-        _load(settings, sampler, frozen_base.params, learner.cfg, hosts, version=version)
+    if frozen_base is not None and not isinstance(sampler, InprocessSampler) and s.adapters is not None:
+        _load(s, sampler, frozen_base.params, learner.cfg, hosts, version=version)
 
 
-def _load(
-    settings: PublishSettings, sampler: Served, model: Weights, cfg: ModelConfig, hosts: Hosts, **options: Any
-) -> None:
+def _load(s: PublishSettings, sampler: Served, model: Weights, cfg: ModelConfig, hosts: Hosts, **options: Any) -> None:
     """Loads all weights of `model` into each host's servers; a host that fails still joins the others' gathers."""
-    export_tensors: Callable[..., Iterator[tuple[str, Any]]] = (
-        hf_write.device_tensors if settings.on_device else hf_write.hf_tensors
-    )
-    make_tensors = functools.partial(export_tensors, model, cfg, dtype=settings.dtype)
+    export: Callable[..., Iterator[tuple[str, Any]]] = hf_write.device_tensors if s.on_device else hf_write.hf_tensors
+    make = functools.partial(export, model, cfg, dtype=s.dtype)
 
     def load() -> None:
         if hosts.count == 1:
-            sampler.load(Repeatable(make_tensors), **options)
+            sampler.load(Repeatable(make), **options)
             return
-        with hf_write.exhaust_on_exit(make_tensors()) as tensors:
+        with hf_write.exhaust_on_exit(make()) as tensors:
             sampler.load(tensors, **options)
 
     hosts.together(load)

@@ -203,7 +203,6 @@ def _become_child() -> None:
 
 
 def _set_limit(resource_kind: int, value: int) -> None:
-    """Sets a resource limit, at most the present one."""
     hard = resource.getrlimit(resource_kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(resource_kind, (value, value))

@@ -251,7 +251,6 @@ class _TemporaryFailure(Exception):
 
 
 def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
-    """Posts a request to the service and returns the parsed reply."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     handlers = [urllib.request.ProxyHandler({})] if _is_loopback(url) else []
     try:
@@ -266,7 +265,6 @@ def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
 
 
 def _parse_reply(reply: Any, with_replies: bool) -> Ran:
-    """Reads the end of a program from the service's reply."""
     try:
         if reply["status"] == "SandboxError":
             raise _TemporaryFailure(str(reply.get("message"))[:200])

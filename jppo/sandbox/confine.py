@@ -196,7 +196,6 @@ def _bind_into(base: str, path: str, *, read_only: bool = True) -> None:
 
 
 def _mounts_below(path: str) -> list[str]:
-    """Returns the mount points at a path and below it."""
     with open("/proc/self/mounts", "rb") as f:
         mounts = [os.fsdecode(line.split()[1].decode("unicode_escape").encode("latin-1")) for line in f]
     return [mount for mount in mounts if mount == path or mount.startswith(path + os.sep)]
@@ -314,36 +313,32 @@ def build_filter(machine: str, pid: int, *, counted: bool = False, programs: boo
 def _call_rules(name: str, pid: int) -> list[_Step]:
     """Returns the filter's instructions for the arguments of one system call."""
     if name == "clone":  # threads only
-        return [_load_low(0), (_ANY_BIT, 1, 0, _CLONE_THREAD), _refuse(errno.EPERM)]
+        return [_low(0), (_ANY_BIT, 1, 0, _CLONE_THREAD), _refuse(errno.EPERM)]
     if name == "fork":  # without new namespaces
-        return [_load_low(0), (_ANY_BIT, 0, 1, _NEW_SPACES), _refuse(errno.EPERM)]
+        return [_low(0), (_ANY_BIT, 0, 1, _NEW_SPACES), _refuse(errno.EPERM)]
     if name in ("clone3", "openat2"):  # their flags are behind a pointer; libraries then fall back to the older call
         return [_refuse(errno.ENOSYS)]
     if name in ("kill", "tgkill"):  # this process alone
-        return [_load_low(0), (_EQUAL, 1, 0, pid), _refuse(errno.EPERM)]
+        return [_low(0), (_EQUAL, 1, 0, pid), _refuse(errno.EPERM)]
     if name == "socketpair":  # event loops need streams; a socket for datagrams could send to others
         stream = [(_ANY_BIT, 0, 1, _SOCK_STREAM), (_ANY_BIT, 0, 1, _OTHER_SOCKETS), _refuse(errno.EPERM)]
-        return [_load_low(0), (_EQUAL, 1, 0, _AF_UNIX), _refuse(errno.EPERM), _load_low(1), *stream]
+        return [_low(0), (_EQUAL, 1, 0, _AF_UNIX), _refuse(errno.EPERM), _low(1), *stream]
     if name == "sendto":  # to the other end alone, without an address
-        return [
-            step
-            for load_half in (_load_low(4), _load_high(4))
-            for step in (load_half, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM))
-        ]
+        return [step for load in (_low(4), _high(4)) for step in (load, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM))]
     if name == "fcntl":  # neither leases nor signals to others
         locks = [step for lock in (_F_SETLK, _F_SETLKW) for step in ((_EQUAL, 0, 1, lock), _refuse(0))]
-        return [_load_low(1), *locks, *_allow_only(_FCNTL, errno.EPERM)]
+        return [_low(1), *locks, *_allow_only(_FCNTL, errno.EPERM)]
     if name == "ioctl":  # no allocation of blocks
-        return [_load_low(1), *_refuse_values(_TIOCSTI, _FIOSETOWN, _SIOCSPGRP), *_allow_only(_IOCTL, errno.EOPNOTSUPP)]
+        return [_low(1), *_refuse_values(_TIOCSTI, _FIOSETOWN, _SIOCSPGRP), *_allow_only(_IOCTL, errno.EOPNOTSUPP)]
     if name == "prctl":  # the program may not undo that it ends with its parent, nor become unreadable to it
-        return [_load_low(0), *_refuse_values(kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)]
+        return [_low(0), *_refuse_values(kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)]
     if name == "prlimit64":  # reads limits of this process
-        read = [_load_low(0), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
-        for load_half in (_load_low(2), _load_high(2)):
-            read += [load_half, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
+        read = [_low(0), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
+        for load in (_low(2), _high(2)):
+            read += [load, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
         return read
     # open and openat: before ABI 3, Landlock lets a file opened for reading be truncated
-    flags = _load_low(1 if name == "open" else 2)
+    flags = _low(1 if name == "open" else 2)
     return [flags, (_ANY_BIT, 2, 0, os.O_WRONLY | os.O_RDWR), (_ANY_BIT, 0, 1, os.O_TRUNC), _refuse(errno.EPERM)]
 
 
@@ -357,18 +352,17 @@ def _allow_only(values: Sequence[int], code: int) -> list[_Step]:
     return [*((_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)), _refuse(code)]
 
 
-def _load_low(argument: int) -> _Step:
+def _low(argument: int) -> _Step:
     """Loads the lower half of an argument of the system call."""
     return (_LOAD, 0, 0, _ARGS + 8 * argument)  # both architectures are little-endian
 
 
-def _load_high(argument: int) -> _Step:
+def _high(argument: int) -> _Step:
     """Loads the upper half of an argument of the system call."""
     return (_LOAD, 0, 0, _ARGS + 8 * argument + 4)
 
 
 def _refuse(code: int) -> _Step:
-    """Ends the system call with an error code."""
     return (_RETURN, 0, 0, _ERRNO | code)
 
 

@@ -156,12 +156,10 @@ def plain_base(kind: type) -> Any:
     """Returns the immutable type of plain data that an instance of a class is, whose methods it has; None for none."""
     mro = fact(kind, "__mro__")
     plain = next((base for base in mro if base in IMMUTABLE), None)
-    own_names = [name for base in mro[: mro.index(plain)] for name in fact(base, "__dict__")] if plain else []
+    names = [name for base in mro[: mro.index(plain)] for name in fact(base, "__dict__")] if plain else []
     fields = getattr(kind, "_fields", ()) if plain is tuple else ()
-    replaces_method = any(
-        name in methods_of(plain) or (name in fields and own_names.count(name) > 1) for name in own_names
-    )
-    return None if replaces_method else plain
+    replaced = any(name in methods_of(plain) or (name in fields and names.count(name) > 1) for name in names)
+    return None if replaced else plain
 
 
 def shared_class(outer: str, name: str) -> Any:

@@ -158,7 +158,6 @@ def readable_paths() -> list[str]:
 
 
 def _make_limits(folder: str, guards: Guards, time_s: float, memory_bytes: int, read: list[str]) -> dict[str, Any]:
-    """Returns the limits of a job as `child.py` reads them."""
     user = os.getuid() if guards.uid is None else guards.uid
     return {
         "folder": folder,
@@ -250,12 +249,10 @@ class _OutputReader:
         return [bytes(contents[fd]) for fd in pipes], reason or self._folder_reason()
 
     def _wait_s(self) -> float:
-        """Returns the seconds until the next check."""
         seconds_left = max(0.0, self._deadline - time.monotonic())
         return seconds_left if self._excess is None else min(seconds_left, _TICK_S)
 
     def _kill_reason(self) -> str:
-        """Returns why the process must be killed now, or ''."""
         return TOO_LONG if time.monotonic() >= self._deadline else self._folder_reason()
 
     def _folder_reason(self) -> str:

@@ -92,7 +92,6 @@ class _Side(Plain):
         self._send(reply)
 
     def do(self, op: str, operands: list[Any]) -> Any:
-        """Does an operation of this side."""
         raise NotImplementedError
 
     def resolve(self, sent: Any) -> Any:
@@ -427,7 +426,6 @@ class Captured(io.StringIO):
     """A standard output that keeps its text for the next answer."""
 
     def take_text(self) -> str:
-        """Returns the text so far and forgets it."""
         text = self.getvalue()
         self.seek(0)
         self.truncate()

@@ -51,8 +51,8 @@ _KNOWN_VALUES: dict[str, Any] = {**TYPES, "Ellipsis": Ellipsis, "NotImplemented"
 _NAMES = {id(value): name for name, value in _KNOWN_VALUES.items()}
 _ARRAYS = "biufcSUMm"  # kinds of numpy's types
 _NUMBERS = ("b1", "i8", "u8", "f8", "c16")  # narrower numbers round and overflow, so they are references
-_MOST_FOLLOWED = 512  # containers that are followed from call to call, and items of one
-_TABLE_REFERENCES = 2  # references to a container that only this side's tables have
+_MOST = 512  # containers that are followed from call to call, and items of one
+_TABLE = 2  # references to a container that only this side's tables have
 
 
 class Gone(BaseException):
@@ -76,7 +76,6 @@ class Plain:
         raise NotImplementedError
 
     def resolve(self, sent: list[Any]) -> Any:
-        """Returns the value of a reference."""
         raise NotImplementedError
 
     def encode(self, value: Any) -> Any:
@@ -143,13 +142,11 @@ class Plain:
         return number
 
     def _register(self, number: int, value: Any) -> None:
-        """Notes a container under its number."""
         self._shared[number], self._numbers[id(value)] = value, number
         if _is_array(value) and self.parity:
             value.flags.writeable = False  # it may be a view of another one, which would change, too
 
     def forget(self, numbers: list[int]) -> None:
-        """Forgets containers by their numbers."""
         for number in numbers:
             self._contents.pop(number, None)
             self._numbers.pop(id(self._shared.pop(number, None)), None)
@@ -161,7 +158,7 @@ class Plain:
             for number in pending:
                 checked.add(number)
                 value = self._shared[number]
-                if number in self._contents and number not in self._used and _item_count(value) > _MOST_FOLLOWED:
+                if number in self._contents and number not in self._used and _item_count(value) > _MOST:
                     continue
                 text = json.dumps(entry := self._describe(value))
                 if self._contents.get(number) != text:
@@ -169,18 +166,14 @@ class Plain:
                     changed.append([number, entry])
         unused = [n for n in self._shared if n not in self._used]
         value = None
-        gone = [
-            n
-            for n in unused[-_MOST_FOLLOWED:]
-            if sys.getrefcount(self._shared[n]) <= _TABLE_REFERENCES and not self._is_view(n)
-        ]
-        self.forget(gone := [*unused[:-_MOST_FOLLOWED], *gone])
+        gone = [n for n in unused[-_MOST:] if sys.getrefcount(self._shared[n]) <= _TABLE and not self._is_view(n)]
+        self.forget(gone := [*unused[:-_MOST], *gone])
         self._used.clear()
         return changed, gone
 
     def touched(self) -> bool:
         """Whether this side has changed a container since the last message."""
-        followed = ((n, value) for n, value in self._shared.items() if _item_count(value) <= _MOST_FOLLOWED)
+        followed = ((n, value) for n, value in self._shared.items() if _item_count(value) <= _MOST)
         return any(self._contents.get(n) != json.dumps(self._describe(value)) for n, value in followed)
 
     def apply(self, changed: list[Any], gone: list[int]) -> None:

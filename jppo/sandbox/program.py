@@ -153,7 +153,6 @@ def _has_tested(node: ast.stmt) -> bool:
 
 
 def _call_node(name: str, *args: ast.expr) -> ast.Call:
-    """Makes the syntax tree of a call of a name."""
     return ast.Call(ast.Name(name, ast.Load()), list(args), [])
 
 

@@ -84,7 +84,6 @@ class Reading:
         )
 
     def _bound_names(self) -> Iterator[str]:
-        """Yields the names that the tests define or import."""
         for node in self._nodes:
             match node:
                 case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):

@@ -95,20 +95,7 @@ ulimit() { :; }
 _PROGRAM = re.compile(r"[\w.~/-]*/(?:python[\d.]*|torchrun|ray|accelerate|uv)(?![\w./-])")
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie|private|webhook|dsn|_pat$|_pw$", re.I)
 _SECRET_VALUE = re.compile(r"^(sk-|hf_|gh[pousr]_|glpat-|xox|AKIA|eyJ)|-----BEGIN|://[^/@\s]+@")
-_RESET_VARIABLES = {
-    "PATH",
-    "HOME",
-    "PWD",
-    "OLDPWD",
-    "SHLVL",
-    "BASH_ENV",
-    "ENV",
-    "SHELLOPTS",
-    "BASHOPTS",
-    "IFS",
-    "PS4",
-    "TMPDIR",
-}
+_RESET = {"PATH", "HOME", "PWD", "OLDPWD", "SHLVL", "BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "IFS", "PS4", "TMPDIR"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,13 +140,9 @@ def run_script(path: str, arguments: Sequence[str], environment: Mapping[str, st
         memory_bytes=_MEMORY,
         stdin="\n",
     )
-    sandbox_folder, *lines = result.replies or ("",)
+    box, *lines = result.replies or ("",)
     home = environment.get("HOME", str(pathlib.Path.home()))
-    host_paths = {
-        f"{sandbox_folder}/tree": str(root),
-        f"{sandbox_folder}/home": home,
-        f"{sandbox_folder}/cwd": str(working_dir),
-    }
+    host_paths = {f"{box}/tree": str(root), f"{box}/home": home, f"{box}/cwd": str(working_dir)}
     calls = tuple(tuple(_with_host_paths(word, host_paths) for word in call) for call in _parse_calls(lines))
     printed = _with_host_paths(f"{result.printed}\n{result.errors}", host_paths)
     return ScriptRun(calls, result.status, result.why, printed, result.input_bytes > 0, str(root))
@@ -238,11 +221,7 @@ def _script_variables(environment: Mapping[str, str], text: str) -> dict[str, st
     words = set(re.findall(r"\w+", text))
     variables = {}
     for name, value in environment.items():
-        if (
-            (name in words or name in ("USER", "LANG"))
-            and name not in _RESET_VARIABLES
-            and not name.startswith(("LD_", "BASH_"))
-        ):
+        if (name in words or name in ("USER", "LANG")) and name not in _RESET and not name.startswith(("LD_", "BASH_")):
             variables[name] = HIDDEN if value and (_SECRET.search(name) or _SECRET_VALUE.search(value)) else value
     return variables
 

@@ -16,7 +16,7 @@ from jppo.learner import batch, catalogue, episodes, estimators, optim, packing,
 from jppo.learner.algorithm import Algorithm
 from jppo.learner.trainable import Trainable
 from jppo.models import config_reader, experts, modules, sequence_parallel
-from jppo.models.attention import make_xla_attention
+from jppo.models.attention import make_plain
 from jppo.models.decoder import Decoder, attention_settings, init_params
 from jppo.types import Reward
 from tests.make import trajectory
@@ -142,7 +142,7 @@ class Learner:
         self.kl_coef, self.adamw = KL_COEF, ADAMW
         self.cfg = config_reader.parse_config(self.hf, path="config.json")
         self.mesh = sharding.mesh_of_shape(self.mesh_shape)
-        plain = make_xla_attention(**attention_settings(self.cfg), shared=self.shared)
+        plain = make_plain(**attention_settings(self.cfg), shared=self.shared)
         decoder = Decoder(
             self.cfg,
             constrain=sharding.constrain_to_rows(self.mesh),

@@ -30,7 +30,7 @@ def loop_attend(q, k, v, segment, sinks=None, *, scale, softcap=None, window=Non
 
 
 def plain(*, scale=0.5, softcap=None, windows=(None,)):
-    return jax.jit(attention.make_xla_attention(scale=scale, softcap=softcap, windows=windows))
+    return jax.jit(attention.make_plain(scale=scale, softcap=softcap, windows=windows))
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_shared_prompt_is_to_each_segment_what_its_own_would_be(rng, block):
     wholes = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [0, 1, 2, 9], [0, 1, 2, 10, 11, 12]]
     q, k, v = (rng.normal(size=(1, 14, h, 4)).astype(np.float32) for h in (6, 2, 2))
     given = rng.normal(size=q.shape).astype(np.float32)
-    attend = attention.make_xla_attention(scale=0.3, softcap=0.8, windows=(None,), shared=(3, 4))
+    attend = attention.make_plain(scale=0.3, softcap=0.8, windows=(None,), shared=(3, 4))
 
     def together(q, k, v):
         out = attend(q, k, v, segment, 0)

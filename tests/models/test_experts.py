@@ -24,7 +24,7 @@ from jppo.models import (
     router,
     sequence_parallel,
 )
-from jppo.models.attention import make_xla_attention
+from jppo.models.attention import make_plain
 from tests.make import whole
 from tests.models.conftest import SHAPES, config_of
 
@@ -225,7 +225,7 @@ def graded(config, mesh_shape, tokens, segment, position, **settings):
     model = decoder.Decoder(
         cfg,
         constrain=sharding.constrain_to_rows(mesh),
-        attend=sequence_parallel.exchange_positions(make_xla_attention(**decoder.attention_settings(cfg)), mesh),
+        attend=sequence_parallel.exchange_positions(make_plain(**decoder.attention_settings(cfg)), mesh),
         lookup=modules.make_lookup(mesh),
         mix=experts.make_mix(mesh),
         **settings,

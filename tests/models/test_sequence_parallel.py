@@ -150,4 +150,4 @@ def test_each_group_of_devices_runs_loops_of_its_own():
 @pytest.mark.parametrize("size, axes", [(8, "abc"), (4, "ab"), (6, "a"), (5, ""), (0, "abc")])
 def test_as_many_axes_divide_a_size_as_can(size, axes):
     mesh = types.SimpleNamespace(shape=dict(a=2, b=2, c=2))
-    assert "".join(sequence_parallel.dividing_axes(mesh, ("a", "b", "c"), size)) == axes
+    assert "".join(sequence_parallel.fit_axes(mesh, ("a", "b", "c"), size)) == axes

@@ -17,7 +17,7 @@ import pytest
 from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.delivery import requires_token
+from jppo.rollout.servers.delivery import needs_token
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault, attached_key
 from jppo.rollout.servers.guard import Guard, Key, is_foreign, new_key
 from tests.rollout import nobody
@@ -96,11 +96,11 @@ def test_without_a_challenge_there_is_no_proof(guarded):
 
 def test_a_server_without_a_guard_is_warned_of(guarded, capsys):
     url, key = guarded
-    api = types.SimpleNamespace(start_advice="start it with jppo.serve")
-    assert requires_token(Endpoint(url, timeout_s=10.0, explain=str, key=key), api)
+    api = types.SimpleNamespace(advice="start it with jppo.serve")
+    assert needs_token(Endpoint(url, timeout_s=10.0, explain=str, key=key), api)
     assert capsys.readouterr().err == ""
     unguarded = types.SimpleNamespace(url="http://h:1", requires_key=lambda: False)
-    assert not requires_token(unguarded, api)
+    assert not needs_token(unguarded, api)
     said = capsys.readouterr().err
     assert said.startswith("rollout: warning: the server at http://h:1 answers without a token")
     assert said.endswith("; start it with jppo.serve\n")

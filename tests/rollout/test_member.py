@@ -519,7 +519,7 @@ def test_a_request_has_a_whole_timeout_from_its_turn_on(monkeypatch, answered, e
         real = {name: getattr(asyncio, name) for name in ("ensure_future", "to_thread", "shield")}
         loop = types.SimpleNamespace(time=lambda: now[0])
         monkeypatch.setattr(member, "asyncio", types.SimpleNamespace(get_running_loop=lambda: loop, wait=wait, **real))
-        await one._wait_for_answer(asyncio.get_running_loop().create_future(), "route", found.append)
+        await one._await(asyncio.get_running_loop().create_future(), "route", found.append)
 
     with contextlib.nullcontext() if answered < math.inf else pytest.raises(LookupError, match="route"):
         asyncio.run(run())

@@ -205,7 +205,7 @@ def test_a_trainer_that_is_killed_in_a_broadcast_leaves_no_worker_waiting(librar
     worker.init_transfer_engine(worker.parse_init_info(about))
     joins.join()
     name, tensor = next(iter(engine.tensors.items()))
-    entries = layout.pack_bytes(layout.consecutive_entries([(name, "float32", tensor.shape, tensor.nbytes, 0)]))
+    entries = layout.pack_bytes(layout.lay_out([(name, "float32", tensor.shape, tensor.nbytes, 0)]))
     update = {"version": 8, "entries": entries}
     updates = threading.Thread(target=worker.update_weights, args=(update,), daemon=True)
     updates.start()  # and the trainer sends nothing

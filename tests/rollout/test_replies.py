@@ -20,7 +20,7 @@ from jppo.rollout.servers import endpoint, http_client, replies
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.sglang.client import Sglang
 from jppo.rollout.vllm.client import Vllm
-from jppo.rollout.vllm.publish import call_workers, require_accepted
+from jppo.rollout.vllm.publish import call_workers, require_ok
 
 VOCAB, END = 32, 2
 SAMPLING = dataclasses.replace(greedy(4), temperature=1.0)
@@ -151,7 +151,7 @@ def test_an_answer_of_a_hundred_megabytes_is_a_fault_before_it_is_read(hostile):
 def test_what_no_worker_answers_is_a_fault(hostile, answer):
     one = hostile(content(json.dumps(answer).encode()))
     with pytest.raises(ServerFault) as e:
-        require_accepted(one, 1, "jppo_load")
+        require_ok(one, 1, "jppo_load")
     assert str(e.value).isprintable() and len(str(e.value)) < 700
 
 
@@ -159,7 +159,7 @@ def test_a_refusal_is_said_in_one_line(hostile):
     for error in ("one\ntwo\x1b[2J \ud800", None, {"why": ["x"] * 1000}):
         one = hostile(content(json.dumps({"results": [{"ok": False, "error": error}]}).encode()))
         with pytest.raises(RolloutError, match="refused version 1 of the weights: ") as e:
-            require_accepted(one, 1, "jppo_load")
+            require_ok(one, 1, "jppo_load")
         assert not isinstance(e.value, ServerFault) and str(e.value).isprintable()
 
 

@@ -214,9 +214,9 @@ def test_memory_in_which_a_tensor_lies_is_not_used_again():
     memory = [first, second]
     tensor = torch.frombuffer(first, dtype=torch.float32)
     del first, second
-    assert worker.take_unused(memory) is None and len(memory) == 2
+    assert worker.reuse(memory) is None and len(memory) == 2
     del tensor
-    assert len(worker.take_unused(memory)) == 64 and len(memory) == 1
+    assert len(worker.reuse(memory)) == 64 and len(memory) == 1
 
 
 def test_a_refused_publish_takes_the_one_before_it_away(tmp_path):

@@ -212,12 +212,8 @@ def _split_message(message: Any) -> Iterator[Message]:
         if part["type"] == "text":
             text += r.required(part, "text", str)
         elif part["type"] == "tool_use":
-            call_fields = (
-                r.required(part, "id", str),
-                r.required(part, "name", str),
-                r.optional(part, "input", dict, {}),
-            )
-            calls.append(r.make_call(*call_fields))
+            call = (r.required(part, "id", str), r.required(part, "name", str), r.optional(part, "input", dict, {}))
+            calls.append(r.make_call(*call))
         elif part["type"] == "tool_result":
             result = r.content_text(part.get("content"), ["text"])
             yield {"role": "tool", "content": result, "tool_call_id": r.required(part, "tool_use_id", str)}
@@ -256,7 +252,6 @@ def _message_events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]]
 
 
 def _event(name: str, **fields: Any) -> tuple[str, Any]:
-    """Makes an event of Anthropic's stream."""
     return name, {"type": name, **fields}
 
 

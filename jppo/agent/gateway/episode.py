@@ -77,14 +77,9 @@ class Episode:
 
     def task(self) -> dict[str, Any]:
         """Returns the prompt's row, as the agent gets it."""
-        prompt = self._prompt
-        row = {
-            "uid": prompt.uid,
-            "prompt": prompt.messages,
-            "data_source": prompt.data_source,
-            "ground_truth": prompt.ground_truth,
-        }
-        return row | {"extra": prompt.extra}
+        p = self._prompt
+        row = {"uid": p.uid, "prompt": p.messages, "data_source": p.data_source, "ground_truth": p.ground_truth}
+        return row | {"extra": p.extra}
 
     def remember(self, reply: str, messages: Sequence[Message]) -> None:
         """Remembers the conversation up to a reply."""
@@ -148,12 +143,10 @@ class Episode:
             return history.empty_trajectory(prompt.uid, prompt.ids, Exchange(**fields))
         trained, trajectories = set[int](), []
         for path in paths[: self._rules.branches]:
-            branch = history.make_trajectory(prompt.uid, path, trained, self._language.decode)
-            rewards = history.branch_rewards(path, branch, self._posted_rewards)
+            t = history.to_trajectory(prompt.uid, path, trained, self._language.decode)
+            rewards = history.branch_rewards(path, t, self._posted_rewards)
             exchange = Exchange(**fields, earned=rewards, branches_left_out=max(0, len(paths) - self._rules.branches))
-            trajectories.append(
-                dataclasses.replace(branch, exchange=exchange, finish="length" if truncated else branch.finish)
-            )
+            trajectories.append(dataclasses.replace(t, exchange=exchange, finish="length" if truncated else t.finish))
         return dataclasses.replace(trajectories[0], branches=tuple(trajectories[1:]))
 
     @property
@@ -177,11 +170,10 @@ class Episode:
         if self._language.format == "plain" and [m["role"] for m in request.messages] == ["user"]:
             single_text = request.messages[0]["content"]
         if single_text is not None and single_text == self._prompt.messages:
-            return self._prompt.ids.tolist(), None, history.follow_conversation((), request.messages, schemas)[0]
-        return history.match_request(self._turns, request, chat, schemas)
+            return self._prompt.ids.tolist(), None, history.find_parent((), request.messages, schemas)[0]
+        return history.resolve(self._turns, request, chat, schemas)
 
     def _too_long(self, size: str) -> BadRequest:
-        """Makes the error of a request without room for an answer."""
         self._out_of_room = True
         return BadRequest(f"the request has {size}", code="context_length_exceeded")
 

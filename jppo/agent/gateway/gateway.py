@@ -58,9 +58,7 @@ class Gateway:
 
         async def on_engine(ids: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
             asked = ask(ids, sampling=sampling, seed=seed, near=near)
-            return await asyncio.wrap_future(
-                context.run(asyncio.run_coroutine_threadsafe, _await_answer(asked), engine)
-            )
+            return await asyncio.wrap_future(context.run(asyncio.run_coroutine_threadsafe, _await(asked), engine))
 
         arguments = (self._language, self._rules, on_engine, prompt, sampling, seed)
         future = asyncio.run_coroutine_threadsafe(self._run_episode(*arguments), self._start_loop())
@@ -88,14 +86,12 @@ class Gateway:
             return self._loop
 
     async def _start(self) -> None:
-        """Starts the server, on the loop."""
         self._slots = asyncio.Semaphore(self._concurrency)
         self._server = HttpServer(self._answer_request, self._find_episode, _refusal)
         _, port = await self._server.start(HOST, 0)
         self._url = f"http://{HOST}:{port}"
 
     async def _end_all(self) -> None:
-        """Ends the server, all tasks and the program's process."""
         self._server.close()
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
@@ -183,7 +179,7 @@ def _stream(events: Iterable[tuple[str, Any]]) -> HttpReply:
     return HttpReply(text.encode(), "text/event-stream")
 
 
-async def _await_answer(asked: Any) -> Answer:
+async def _await(asked: Any) -> Answer:
     """Makes a coroutine of an awaitable, as `run_coroutine_threadsafe` needs."""
     answer: Answer = await asked
     return answer

@@ -79,7 +79,6 @@ def make_turn(
 
 
 def _update_hash(state: Any, text: str) -> Any:
-    """Adds a text to a hash, and returns the hash."""
     state.update(text.encode("utf-8", "surrogatepass"))
     return state
 
@@ -96,29 +95,25 @@ def length(message: Message) -> int:
     return len(message["content"]) + (len(json.dumps(calls, ensure_ascii=False)) if calls else 0)
 
 
-def follow_conversation(
-    turns: Sequence[Turn], messages: Sequence[Message], schemas: str
-) -> tuple[Any, Turn | None, int]:
+def find_parent(turns: Sequence[Turn], messages: Sequence[Message], schemas: str) -> tuple[Any, Turn | None, int]:
     """Returns the hash of a conversation, the last turn that it repeats, and the number of messages up to that.
 
     `schemas` of the tools is JSON.
     """
-    turns_by_hash: dict[bytes, list[Turn]] = {}
+    by_hash: dict[bytes, list[Turn]] = {}
     for turn in turns:
-        turns_by_hash.setdefault(turn.answers, []).append(turn)
+        by_hash.setdefault(turn.answers, []).append(turn)
     state, parent, count = _hash_tools(schemas), None, 0
     for i, message in enumerate(messages, 1):
-        next_state = extend_hash(state, message)
-        if message["role"] == "assistant" and (
-            repeated_turn := _find_repeated(turns_by_hash.get(state.digest(), []), message, next_state)
-        ):
-            parent, count = repeated_turn, i
-            next_state = repeated_turn.state
-        state = next_state
+        after = extend_hash(state, message)
+        if message["role"] == "assistant" and (repeated := _repeated(by_hash.get(state.digest(), []), message, after)):
+            parent, count = repeated, i
+            after = repeated.state
+        state = after
     return state, parent, count
 
 
-def _find_repeated(turns: Sequence[Turn], message: Message, state: Any) -> Turn | None:
+def _repeated(turns: Sequence[Turn], message: Message, state: Any) -> Turn | None:
     """Returns which of the turns at this place a message repeats: the one with its ids of calls, or the latest."""
     matching = [turn for turn in turns if turn.state.digest() == state.digest() or _is_shortened(turn.choice, message)]
     ids = _call_ids(message)
@@ -137,7 +132,6 @@ def _is_shortened(choice: Choice, message: Message) -> bool:
 
 
 def _call_ids(message: Message) -> list[str]:
-    """Returns the ids of a message's tool calls."""
     return [call["id"] for call in message.get("tool_calls", [])]
 
 
@@ -163,14 +157,12 @@ def _parse_number(text: str) -> float:
     return int(value) if value.is_integer() else value
 
 
-def match_request(
-    turns: Sequence[Turn], request: Request, chat: Chat, schemas: str
-) -> tuple[list[int], Turn | None, Any]:
+def resolve(turns: Sequence[Turn], request: Request, chat: Chat, schemas: str) -> tuple[list[int], Turn | None, Any]:
     """Returns the tokens to answer, the turn that they continue, and the hash of the messages.
 
     The turn is None, and a branch begins, if the request repeats no turn or the template changes a repeated one.
     """
-    state, parent, count = follow_conversation(turns, request.messages, schemas)
+    state, parent, count = find_parent(turns, request.messages, schemas)
     if request.text is None:
         if parent is None:
             return chat.whole(request.messages), None, state
@@ -225,19 +217,15 @@ def _answer_path(paths: Sequence[list[Turn]]) -> list[Turn]:
     """
     shared = collections.Counter(id(turn) for path in paths for turn in path)
     task_paths = [path for path in paths if path[0].of_task] or paths
-    first_own_turns = [next(turn for turn in path if shared[id(turn)] == 1) for path in task_paths]
-    last_asked = max(turn.asked for turn in first_own_turns)
-    late_paths = [
-        (path, turn) for path, turn in zip(task_paths, first_own_turns, strict=True) if path[-1].answered > last_asked
-    ]
-    first_answered = min(turn.answered for _, turn in late_paths)
-    early_paths = [path for path, turn in late_paths if turn.asked < first_answered]
-    return max(early_paths, key=lambda path: (len(path), -path[-1].index, path[-1].state.digest()))
+    starts = [next(turn for turn in path if shared[id(turn)] == 1) for path in task_paths]
+    last_asked = max(turn.asked for turn in starts)
+    late = [(path, turn) for path, turn in zip(task_paths, starts, strict=True) if path[-1].answered > last_asked]
+    first_answered = min(turn.answered for _, turn in late)
+    early = [path for path, turn in late if turn.asked < first_answered]
+    return max(early, key=lambda path: (len(path), -path[-1].index, path[-1].state.digest()))
 
 
-def make_trajectory(
-    uid: str, path: Sequence[Turn], trained: set[int], decode: Callable[[list[int]], str]
-) -> Trajectory:
+def to_trajectory(uid: str, path: Sequence[Turn], trained: set[int], decode: Callable[[list[int]], str]) -> Trajectory:
     """Returns a branch as a trajectory, and adds the ids of its turns to `trained`, the ids in earlier branches."""
     leaf = path[-1]
     ids, n = leaf.ids, leaf.end
@@ -245,12 +233,8 @@ def make_trajectory(
     experts = [turn.answer.experts for turn in path if turn.answer.experts is not None]
     own_turns = [turn for turn in path if id(turn) not in trained]
     for turn in own_turns:
-        answer_slice = slice(turn.begin, turn.end)
-        sampled[answer_slice], logprob[answer_slice], version[answer_slice] = (
-            True,
-            turn.answer.logprob,
-            turn.answer.version,
-        )
+        span = slice(turn.begin, turn.end)
+        sampled[span], logprob[span], version[span] = (True, turn.answer.logprob, turn.answer.version)
     trained |= {id(turn) for turn in own_turns}
     has_kept = any(turn.answer.kept is not None for turn in own_turns)
     return Trajectory(

@@ -67,12 +67,11 @@ def parse_agent(agent: str) -> "Program":
 def _module_file(name: str, agent: str) -> pathlib.Path | None:
     """Returns the file of a top-level module as `forks.py` finds it, with this folder last; imports nothing."""
     top, dot, _ = name.partition(".")
-    folder = os.getcwd()
-    other_paths = [place for place in sys.path if place not in ("", folder)]
-    search_paths = [*child_process.python_path().split(os.pathsep), *other_paths, folder]
-    spec = PathFinder.find_spec(top, search_paths) or importlib.util.find_spec(
-        top
-    )  # the last: built-in, or of other finders
+    here = os.getcwd()
+    other_paths = [place for place in sys.path if place not in ("", here)]
+    search_paths = [*child_process.python_path().split(os.pathsep), *other_paths, here]
+    # the last: built-in, or of other finders
+    spec = PathFinder.find_spec(top, search_paths) or importlib.util.find_spec(top)
     if spec is None:
         raise UserError(f"rollout.agent={agent!r}: there is no module {top}; install it, or write PATH.py:FUNCTION")
     return pathlib.Path(spec.origin) if spec.origin and spec.origin.endswith(".py") and not dot else None
@@ -80,15 +79,10 @@ def _module_file(name: str, agent: str) -> pathlib.Path | None:
 
 def episode_variables(url: str, key: str) -> dict[str, str]:
     """Returns the variables of an episode: the gateway's addresses and the key."""
-    variables = {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "ANTHROPIC_BASE_URL": url,
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_API_KEY": key,
-    }
+    env = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
     no_proxy = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     hosts = "127.0.0.1,localhost" + (f",{no_proxy}" if no_proxy else "")
-    return variables | dict.fromkeys(("NO_PROXY", "no_proxy"), hosts)
+    return env | dict.fromkeys(("NO_PROXY", "no_proxy"), hosts)
 
 
 def _inherited_environment() -> dict[str, str]:
@@ -147,7 +141,6 @@ class Program:
         self._log.close()
 
     async def _start_process(self, loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
-        """Starts the process that forks, and waits until it is ready."""
         self._channel, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._ready = loop.create_future()
@@ -177,9 +170,9 @@ class Program:
             self._ready.set_result(None)
         elif "code" in message:
             self._deaths = 0
-            _set_result(self._waiting.pop(message["id"])[1], (message["code"], ""))
+            _resolve(self._waiting.pop(message["id"])[1], (message["code"], ""))
         else:
-            _set_result(self._waiting[message["id"]][0], None)
+            _resolve(self._waiting[message["id"]][0], None)
 
     def _handle_lost_process(self) -> None:
         """Ends the episodes of a process that has ended, and their samples; the next episode starts another one."""
@@ -192,10 +185,8 @@ class Program:
         self._log.close()
         self._process = None
         for started, ended in self._waiting.values():
-            _set_result(started, None)
-            _set_result(
-                ended, (-signal.SIGKILL, f"the process that starts all agents has ended; {reason}".rstrip("; "))
-            )
+            _resolve(started, None)
+            _resolve(ended, (-signal.SIGKILL, f"the process that starts all agents has ended; {reason}".rstrip("; ")))
         self._waiting.clear()
 
     def _fail(self, reason: str) -> None:
@@ -210,7 +201,7 @@ class Program:
         self._waiting.clear()
 
 
-def _set_result(future: asyncio.Future[Any], result: Any) -> None:
+def _resolve(future: asyncio.Future[Any], result: Any) -> None:
     """Sets a future's result, unless it is done or cancelled."""
     if not future.done():  # cancelled
         future.set_result(result)

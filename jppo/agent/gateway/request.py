@@ -171,13 +171,11 @@ def may_call(body: Body) -> bool:
 def schema(function: Any, parameters: str = "parameters") -> Schema:
     """Returns the schema of a tool in OpenAI's chat form."""
     head = {"name": required(function, "name", str), "description": optional(function, "description", str, "")}
-    parameters_schema = optional(function, parameters, dict, {})
-    if not all(isinstance(name, str) for name in optional(parameters_schema, "required", list, [])):
-        raise BadRequest(
-            f"required={short(parameters_schema['required'])} of the tool {short(head['name'])} must be names"
-        )
-    optional(parameters_schema, "properties", dict)
-    return {"type": "function", "function": {**head, "parameters": parameters_schema}}
+    params = optional(function, parameters, dict, {})
+    if not all(isinstance(name, str) for name in optional(params, "required", list, [])):
+        raise BadRequest(f"required={short(params['required'])} of the tool {short(head['name'])} must be names")
+    optional(params, "properties", dict)
+    return {"type": "function", "function": {**head, "parameters": params}}
 
 
 def refuse(body: Body, field: str, allowed: Sequence[Any], why: str) -> None:

@@ -32,7 +32,7 @@ class ServerApi(Protocol):
     """The HTTP interface of one kind of server. Unexpected answers are ServerFaults."""
 
     @property
-    def start_advice(self) -> str:
+    def advice(self) -> str:
         """Returns the command that starts a suitable server."""
 
     @property

@@ -305,15 +305,13 @@ async def _wait_until_idle(members: Sequence[Member]) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def requires_token(endpoint: Endpoint, api: ServerApi) -> bool:
+def needs_token(endpoint: Endpoint, api: ServerApi) -> bool:
     """Whether the server wants a token; otherwise warns, and it gets none."""
     try:
         guarded = endpoint.requires_key()
     except RolloutError as e:
-        raise UserError(f"{e}; {api.start_advice}") from e
+        raise UserError(f"{e}; {api.advice}") from e
     if not guarded:
         warning = "answers without a token: anyone who reaches it can replace the weights that the run samples from"
-        print(
-            f"rollout: warning: the server at {endpoint.url} {warning}; {api.start_advice}", file=sys.stderr, flush=True
-        )
+        print(f"rollout: warning: the server at {endpoint.url} {warning}; {api.advice}", file=sys.stderr, flush=True)
     return guarded

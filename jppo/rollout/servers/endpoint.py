@@ -32,7 +32,7 @@ class ServerFault(RolloutError):
     after_s: float | None = None
 
 
-class RateLimited(ServerFault):
+class Busy(ServerFault):
     """A server or proxy limits the rate of requests; nothing is wrong with it."""
 
 
@@ -109,7 +109,7 @@ class Endpoint:
         await self._require_proof()
         headers = self._key.headers()
         with self._as_faults(route):
-            reply = await send("POST", self.url + route, json.dumps(body).encode(), headers, max_bytes=max_bytes)
+            reply = await send("POST", self.url + route, json.dumps(body).encode(), headers, limit=max_bytes)
         return self._parse(route, self._require_success(route, headers, reply))
 
     async def check_async(self, route: str) -> None:
@@ -153,7 +153,6 @@ class Endpoint:
     async def _request(
         self, method: str, route: str, body: Mapping[str, Any] | None = None, *, headers: Mapping[str, str]
     ) -> Reply:
-        """Sends one request, within the timeout, and returns the reply."""
         content = b"" if body is None else json.dumps(body).encode()
         with self._as_faults(route):
             async with asyncio.timeout(self.timeout_s):
@@ -187,7 +186,7 @@ class Endpoint:
         message = f"answered {route} with {status}: {quoted(reply.content, 500)}"
         # of the server or of a proxy; the guard may know nothing of a crash
         if status in (MISSING, BUSY) or not (status == 200 or 400 <= status < 500):
-            fault = self.fault(message, RateLimited if status == BUSY else ServerFault)
+            fault = self.fault(message, Busy if status == BUSY else ServerFault)
             fault.after_s = _retry_after_s(reply) if status < 500 or "retry-after" in reply.headers else None
             raise fault
         if not is_proven:

@@ -36,12 +36,12 @@ from jppo.rollout.protocol import (
 )
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.api import Completion, ServerApi
-from jppo.rollout.servers.delivery import PublishedServers, Publisher, ServedWeights, requires_token
+from jppo.rollout.servers.delivery import PublishedServers, Publisher, ServedWeights, needs_token
 from jppo.rollout.servers.endpoint import (
     TRIES,
+    Busy,
     Endpoint,
     LeaseTaken,
-    RateLimited,
     ServerFault,
     attached_key,
     retry_pause_s,
@@ -68,11 +68,11 @@ class Fleet(PublishedServers):
         start_timeout_s: float,
         decode: Callable[[list[int]], str] = str,
         talk: Talk | None = None,
-        lookup_and_attach: tuple[Lookup, Callable[[str, bool], Member]] | None = None,
+        joining: tuple[Lookup, Callable[[str, bool], Member]] | None = None,
     ):
         """`decode` returns the text of tokens, also for stop texts across a weight update; `talk` None means one turn.
 
-        `lookup_and_attach` looks up the addresses of servers that come and go, and inspects the server at one.
+        `joining` looks up the addresses of servers that come and go, and inspects the server at one.
         """
         allow_files()
         self.version: int | None = None
@@ -84,7 +84,7 @@ class Fleet(PublishedServers):
         self._decode = decode
         self._talk = talk or protocol.one_turn(decode)
         self._router = Router(members)
-        threads = 2 * len(members) + 1 if lookup_and_attach is None else THREADS
+        threads = 2 * len(members) + 1 if joining is None else THREADS
         self._waiting = ThreadPoolExecutor(threads, thread_name_prefix="jppo-repair")  # may wait for a delivery
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self._waiting)
@@ -93,11 +93,9 @@ class Fleet(PublishedServers):
         self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-fleet", daemon=True)
         self._thread.start()
         self._submit(self._repairs.watch())
-        if lookup_and_attach is not None:
+        if joining is not None:
             self._repairs.elastic = True
-            self._submit(
-                Membership(*lookup_and_attach, self._router, self._repairs, start_timeout_s=start_timeout_s).watch()
-            )
+            self._submit(Membership(*joining, self._router, self._repairs, start_timeout_s=start_timeout_s).watch())
 
     @property
     def members(self) -> Sequence[Member]:
@@ -169,7 +167,6 @@ class Fleet(PublishedServers):
             list(pool.map(self._repairs.leave, attached))
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs `work` on the fleet's event loop; returns its future."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     # Methods on the loop.
@@ -190,61 +187,45 @@ class Fleet(PublishedServers):
         version: list[int] = []
         experts: np.ndarray | None = None
         kept: Kept | None = [] if sampling.kept else None
-        failures, surely_broken = 0, False
+        failures, broken = 0, False
         while True:
             max_new_tokens = sampling.max_tokens - len(tokens)
             if tokens and may_end_in_stop(tokens, self._decode, sampling.stop):  # the server misses its beginning
                 max_new_tokens = min(max_new_tokens, max(map(len, sampling.stop)))
-            part_sampling = dataclasses.replace(sampling, max_tokens=max_new_tokens)
+            rest = dataclasses.replace(sampling, max_tokens=max_new_tokens)
             part_seed = seed if not tokens else sample_seed(seed, 0, len(tokens))
-            updates_before = self.weights.updates
+            updates = self.weights.updates
             try:
-                part = await self._ask_one(
-                    [*ids, *tokens], part_sampling, part_seed, near, surely_broken=surely_broken, urgent=urgent
-                )
-                was_interrupted = bool(tokens)
+                part = await self._ask_one([*ids, *tokens], rest, part_seed, near, broken=broken, urgent=urgent)
+                continued = bool(tokens)
                 tokens, logprob = tokens + part.tokens, logprob + part.logprob
                 version += map(int, part.version)
                 experts = join_experts(experts, part.experts)
                 kept = None if kept is None else kept + (part.kept or [])
-                stop_length = (
-                    cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if was_interrupted else None
-                )
-                if stop_length is not None:
-                    experts = None if experts is None else experts[: len(ids) + stop_length - 1]
-                    kept = None if kept is None else kept[:stop_length]
-                    return Answer(
-                        tokens[:stop_length],
-                        logprob[:stop_length],
-                        version[:stop_length],
-                        "stop",
-                        part.server,
-                        experts,
-                        kept,
-                    )
+                end = cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if continued else None
+                if end is not None:
+                    experts = None if experts is None else experts[: len(ids) + end - 1]
+                    kept = None if kept is None else kept[:end]
+                    return Answer(tokens[:end], logprob[:end], version[:end], "stop", part.server, experts, kept)
                 if part.finish == "stop":
                     return Answer(tokens, logprob, version, "stop", part.server, experts, kept)
                 if len(tokens) == sampling.max_tokens:
                     return Answer(tokens, logprob, version, "length", part.server, experts, kept)
-                if (
-                    part.finish == "abort"
-                    and self.weights.updates == updates_before
-                    and not self._router.holds_requests
-                ):
+                if part.finish == "abort" and self.weights.updates == updates and not self._router.holds_requests:
                     raise ServerFault("a response ended with 'abort' without an update: did another client pause it?")
             except RequestDropped:
                 self.repeated_requests += 1
             except ServerFault as e:
                 failures += 1
                 self.repeated_requests += 1
-                surely_broken |= not isinstance(e, RateLimited)
+                broken |= not isinstance(e, Busy)
                 if failures == TRIES:
                     raise RolloutError(f"a request failed {TRIES} times; the last time: {e}") from e
                 if e.after_s is not None:
                     await asyncio.sleep(retry_pause_s(e.after_s, failures - 1, self._limits.request_timeout_s))
 
     async def _ask_one(
-        self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, surely_broken: bool, urgent: bool
+        self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, broken: bool, urgent: bool
     ) -> Completion:
         """Sends one request to one server; returns its answer, perhaps an interrupted one, or raises ServerFault."""
         with traces.span("queue"):
@@ -268,14 +249,13 @@ class Fleet(PublishedServers):
                     require_kept(part.tokens, part.kept, sampling.kept, "it")
             return dataclasses.replace(part, server=member.endpoint.url)
         except ServerFault as e:
-            if not isinstance(e, RequestDropped | RateLimited):
-                self._repairs.report_failure(member, e, surely_broken=surely_broken)
+            if not isinstance(e, RequestDropped | Busy):
+                self._repairs.report_failure(member, e, broken=broken)
             raise
         finally:
             self._router.release(member)
 
     async def _cancel_tasks(self) -> None:
-        """Cancels all other tasks of the event loop."""
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -284,10 +264,7 @@ class Fleet(PublishedServers):
     # Methods in any thread.
 
     def _repair_broken(self, member: Member, fault: ServerFault) -> None:
-        """Sends a broken server to repair, from any thread."""
-        self._loop.call_soon_threadsafe(
-            functools.partial(self._repairs.report_failure, member, fault, surely_broken=True)
-        )
+        self._loop.call_soon_threadsafe(functools.partial(self._repairs.report_failure, member, fault, broken=True))
 
 
 class ServerEngine:
@@ -326,15 +303,13 @@ class ServerEngine:
             started.wait_ready()
         api, timeout_s = self._make_api(eos_token_ids), self._limits.request_timeout_s
         attach = functools.partial(self._attach, attached_key(), api)
-        lookup_and_attach = None if self._lookup is None else (self._lookup, attach)
+        joining = None if self._lookup is None else (self._lookup, attach)
         members: list[Member] = []
         if self.servers:
-            endpoints = [
-                (s, Endpoint(s.url, timeout_s=timeout_s, explain=s.log_excerpt, key=s.key)) for s in self.servers
-            ]
-            members = [self._member(server, endpoint, api) for server, endpoint in endpoints]
-        elif lookup_and_attach:
-            members = self._wait_for_members(*lookup_and_attach)
+            pairs = [(s, Endpoint(s.url, timeout_s=timeout_s, explain=s.excerpt, key=s.key)) for s in self.servers]
+            members = [self._member(server, endpoint, api) for server, endpoint in pairs]
+        elif joining:
+            members = self._wait_for_members(*joining)
         else:
             for url in self._urls:
                 _add_member(members, attach(url))
@@ -346,7 +321,7 @@ class ServerEngine:
             start_timeout_s=self._start_timeout_s,
             decode=decode,
             talk=talk,
-            lookup_and_attach=lookup_and_attach,
+            joining=joining,
         )
         return self._fleet
 
@@ -355,12 +330,12 @@ class ServerEngine:
         try:
             return Member(endpoint, server, api.inspect(endpoint), self._limits.connections)
         except RolloutError as e:
-            raise UserError(f"{e}; {api.start_advice}") from e
+            raise UserError(f"{e}; {api.advice}") from e
 
     def _attach(self, key: guard.Key, api: ServerApi, url: str, of_this_run: bool = False) -> Member:
         """Attaches to the running server at `url`; one of this run may be paused."""
         endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, explain=str)
-        if requires_token(endpoint.with_timeout(self._limits.health_timeout_s), api):
+        if needs_token(endpoint.with_timeout(self._limits.health_timeout_s), api):
             endpoint.set_address(url, key.leased())
         _require_awake(endpoint.with_timeout(self._limits.health_timeout_s), api, of_this_run=of_this_run)
         return self._member(None, endpoint, api)
@@ -411,7 +386,7 @@ def _require_awake(endpoint: Endpoint, api: ServerApi, *, of_this_run: bool) -> 
                 raise UserError(str(e)) from e
             time.sleep(guard.TICK_S)
         except RolloutError as e:
-            raise UserError(f"{e}; {api.start_advice}") from e
+            raise UserError(f"{e}; {api.advice}") from e
     if paused and not of_this_run:
         raise UserError(
             f"the server at {endpoint.url} is paused: requests would wait for ever; if no other trainer"

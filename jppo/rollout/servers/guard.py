@@ -27,9 +27,9 @@ MIDDLEWARE = "jppo.rollout.servers.guard.Guard"
 LEASE_S = 30.0  # without a request of the trainer, until its lease ends
 TICK_S = 0.5
 RESUMED_BY = {b"/pause": b"/resume", b"/pause_generation": b"/continue_generation"}  # of vLLM and SGLang
-THIS_TRAINER = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"  # this process, as a trainer
+TRAINER = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"  # this process, as a trainer
 PROCESS = secrets.token_hex(8)  # this process, as a server: sent without the token, too
-LEASE_NUMBERS = itertools.count(1)
+LEASES = itertools.count(1)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -51,9 +51,7 @@ class Key:
 
     def leased(self, number: str = "") -> "Key":
         """Returns this key with a new lease of this process; without a token there are none."""
-        return (
-            dataclasses.replace(self, trainer=f"{THIS_TRAINER}/{number or next(LEASE_NUMBERS)}") if self.token else self
-        )
+        return dataclasses.replace(self, trainer=f"{TRAINER}/{number or next(LEASES)}") if self.token else self
 
     def is_proven(self, sent_headers: Mapping[str, str], received_headers: Mapping[str, str]) -> bool:
         """Whether the answer to headers `sent_headers` is from a server with the token; names are in lower case."""

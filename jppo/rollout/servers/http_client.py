@@ -55,12 +55,10 @@ def _tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()  # slow to create, so requests share it
 
 
-async def send(
-    method: str, url: str, body: bytes, headers: Mapping[str, str], *, max_bytes: int | None = None
-) -> Reply:
+async def send(method: str, url: str, body: bytes, headers: Mapping[str, str], *, limit: int | None = None) -> Reply:
     """Sends a request with a JSON body, or with none for b''; OSError or Broken without a complete reply.
 
-    `max_bytes`: bytes of the reply's content; None: `MOST_CONTENT`.
+    `limit`: bytes of the reply's content; None: `MOST_CONTENT`.
     """
     try:
         address = urllib.parse.urlsplit(url)
@@ -72,7 +70,7 @@ async def send(
         raise Broken(f"the address cannot be used: {e}") from e
     try:
         writer.write(head + body)
-        reply = await _read_reply(reader, MOST_CONTENT if max_bytes is None else max_bytes)
+        reply = await _read_reply(reader, MOST_CONTENT if limit is None else limit)
         writer.close()
         with contextlib.suppress(OSError):  # the reply is complete
             await writer.wait_closed()
@@ -85,10 +83,9 @@ async def send(
         writer.transport.abort()
 
 
-def _request_head(method: str, address: urllib.parse.SplitResult, length: int, headers: Mapping[str, str]) -> bytes:
-    """Returns the request line and header fields as bytes."""
+def _request_head(method: str, parts: urllib.parse.SplitResult, length: int, headers: Mapping[str, str]) -> bytes:
     fields = {
-        "Host": address.netloc,
+        "Host": parts.netloc,
         **({"Content-Type": "application/json"} if length else {}),
         "Content-Length": str(length),
         "Accept": "application/json",
@@ -96,15 +93,12 @@ def _request_head(method: str, address: urllib.parse.SplitResult, length: int, h
         "Connection": "close",
         **headers,
     }
-    target = urllib.parse.quote(
-        address.path + (f"?{address.query}" if address.query else ""), safe="/?&=%:,;+@!$'()*~-._"
-    )
+    target = urllib.parse.quote(parts.path + (f"?{parts.query}" if parts.query else ""), safe="/?&=%:,;+@!$'()*~-._")
     lines = [f"{method} {target if target else '/'} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
 async def _read_reply(reader: asyncio.StreamReader, max_bytes: int) -> Reply:
-    """Reads a whole reply."""
     version, status, *_ = (await _read_line(reader)).split(" ", 2)
     if not version.startswith("HTTP/1."):
         raise ValueError(version[:40])

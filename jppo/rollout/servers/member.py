@@ -104,20 +104,16 @@ class Server:
 
     def wait_ready(self) -> None:
         """Returns when our own process answers; RolloutError with its last log lines if it ends or is late."""
-        stolen_ports = 0
+        stolen = 0
         while not self._is_ready():
             if not self.alive():
-                if (
-                    stolen_ports == STOLEN
-                    or self._stopped
-                    or not re.search(r"(?i)address already in use", self._read_log())
-                ):
-                    raise RolloutError(f"the server did not start; {self.log_excerpt()}")
-                stolen_ports += 1
+                if stolen == STOLEN or self._stopped or not re.search(r"(?i)address already in use", self._read_log()):
+                    raise RolloutError(f"the server did not start; {self.excerpt()}")
+                stolen += 1
                 self.restart()
             if time.monotonic() > self._deadline:
                 message = f"was not ready after rollout.start_timeout_s={self._program.start_timeout_s:g}"
-                raise RolloutError(f"the server {message}; {self.log_excerpt()}")
+                raise RolloutError(f"the server {message}; {self.excerpt()}")
             time.sleep(POLL_S)
         self._port.close()
 
@@ -132,7 +128,7 @@ class Server:
         process = self._process
         return process is not None and process.poll() is None
 
-    def log_excerpt(self) -> str:
+    def excerpt(self) -> str:
         """Returns the relevant lines of the log, and its path."""
         return "\n  ".join([f"{self.log} says:", *(line[:300] for line in relevant_lines(self._read_log()))])
 
@@ -176,7 +172,6 @@ class Server:
         self.url = f"http://{HOST}:{self._port.getsockname()[1]}"
 
     def _read_log(self) -> str:
-        """Returns the log since the last start."""
         try:
             with open(self.log, "rb") as log:
                 log.seek(self._log_start)
@@ -300,7 +295,7 @@ class Member:
         request = asyncio.ensure_future(self.endpoint.ask(route, body, max_bytes=max_bytes))
         self.requests.add(request)
         try:
-            await self._wait_for_answer(request, route, is_sampling)
+            await self._await(request, route, is_sampling)
             if request.cancelled():
                 raise RequestDropped(f"the server at {self.endpoint.url} was given up")
             self.reset_timeout()
@@ -326,9 +321,7 @@ class Member:
         for request in self.requests:
             request.cancel()
 
-    async def _wait_for_answer(
-        self, request: asyncio.Task[Any], route: str, is_sampling: Callable[[int], bool]
-    ) -> None:
+    async def _await(self, request: asyncio.Task[Any], route: str, is_sampling: Callable[[int], bool]) -> None:
         """Returns when the request is done; ServerFault if it is late."""
         loop, timeout_s = asyncio.get_running_loop(), self.endpoint.timeout_s
         deadline, answers_before, is_next = max(loop.time(), self.last_answer_time) + timeout_s, self.answers, False
@@ -372,14 +365,10 @@ class Router:
             members = self.members
             available = [member for member in members if member.up and not member.in_repair]
             if available and not self.holds_requests:
-                least_busy = min(available, key=lambda member: member.in_flight)
+                least = min(available, key=lambda member: member.in_flight)
                 preferred = members[hash(near) % len(members)]
-                most_in_flight = min(least_busy.in_flight + SLACK, preferred.connections - 1)
-                chosen = (
-                    preferred
-                    if preferred in available and (urgent or preferred.in_flight <= most_in_flight)
-                    else least_busy
-                )
+                limit = min(least.in_flight + SLACK, preferred.connections - 1)
+                chosen = preferred if preferred in available and (urgent or preferred.in_flight <= limit) else least
                 if urgent or chosen.in_flight < chosen.connections:
                     chosen.in_flight += 1
                     return chosen
@@ -409,7 +398,6 @@ class Router:
         self.wake_all()
 
     def _wake(self, count: int) -> None:
-        """Lets the first `count` waiting requests try again."""
         while count and self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():

@@ -65,11 +65,11 @@ class Repairs:
     def _forget_probe(self, endpoint: Endpoint, _: asyncio.Task[None]) -> None:
         del self._probe_tasks[endpoint]
 
-    def report_failure(self, member: Member, fault: ServerFault, *, surely_broken: bool) -> None:
-        """Schedules a check of a failed server; `surely_broken`: it is broken without a check."""
+    def report_failure(self, member: Member, fault: ServerFault, *, broken: bool) -> None:
+        """Schedules a check of a failed server; `broken`: it is broken without a check."""
         if not member.in_repair and not self.closed:
             member.in_repair = True
-            task = asyncio.get_running_loop().create_task(self._repair(member, fault, surely_broken=surely_broken))
+            task = asyncio.get_running_loop().create_task(self._repair(member, fault, broken=broken))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -102,21 +102,20 @@ class Repairs:
             await endpoint.with_timeout(self._limits.health_timeout_s).check_async("/health")
 
     async def _probe(self, member: Member, endpoint: Endpoint) -> None:
-        """Checks the health of a server; one that fails is repaired."""
         try:
             if member.server is not None and not member.server.alive():
-                raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.log_excerpt()}")
+                raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.excerpt()}")
             await endpoint.with_timeout(self._limits.health_timeout_s).check_async("/health")
         except ServerFault as e:
-            self.report_failure(member, e, surely_broken=True)
+            self.report_failure(member, e, broken=True)
         except Exception as e:  # as in `_repair`
             self._router.fail(e)
 
-    async def _repair(self, member: Member, fault: RolloutError, *, surely_broken: bool) -> None:
+    async def _repair(self, member: Member, fault: RolloutError, *, broken: bool) -> None:
         """Restarts a broken server, waits for an attached one, or lets it leave, until one of these has worked."""
         try:
             # A second failure, as after a lost reply in an update: this task must repair it.
-            if not surely_broken and not await asyncio.to_thread(self._is_broken, member) and member.up:
+            if not broken and not await asyncio.to_thread(self._is_broken, member) and member.up:
                 return
             if self.elastic:
                 say(f"{fault}; it leaves")
@@ -195,7 +194,6 @@ class Repairs:
         self._weights.catch_up(member)
 
     def _add(self, member: Member) -> None:
-        """Adds a server to the fleet once it has the current weights."""
 
         def join() -> None:
             self._router.members = (*self._router.members, member)
@@ -209,7 +207,6 @@ class Repairs:
                 join()
 
     def _remove(self, member: Member) -> None:
-        """Takes a server out of the fleet, between two publishes."""
         with self._weights.lock:
             self._router.members = tuple(other for other in self._router.members if other is not member)
 
@@ -257,12 +254,11 @@ class Membership:
         self._router = router
         self._repairs = repairs
         self._start_timeout_s = start_timeout_s
-        self._known_urls = {
-            member.endpoint.url for member in router.members
-        }  # a publish that broke off may have paused them
+        # of servers that a publish that broke off may have paused
+        self._known_urls = {member.endpoint.url for member in router.members}
         self._reported_faults: dict[str, str] = {}  # faults by address, each reported once
         self._joining: dict[str, asyncio.Task[None]] = {}  # by address
-        self._missing_urls: set[str] = set()  # addresses that the last look-up did not name
+        self._missing: set[str] = set()  # addresses that the last look-up did not name
 
     async def watch(self) -> None:
         """Follows the look-up until cancelled."""
@@ -282,15 +278,12 @@ class Membership:
         try:
             urls = await asyncio.to_thread(self._lookup)
         except (OSError, ValueError) as e:  # the present servers stay
-            self._report_once("", f"rollout.urls cannot be looked up: {e}")
+            self._report("", f"rollout.urls cannot be looked up: {e}")
             return
         self._reported_faults.pop("", None)
         present = {member.endpoint.url: member for member in self._router.members}
-        missing_urls = present.keys() - set(urls)
-        leaving, self._missing_urls = (
-            missing_urls & self._missing_urls,
-            missing_urls,
-        )  # one look-up may read a half-written file
+        missing = present.keys() - set(urls)
+        leaving, self._missing = (missing & self._missing, missing)  # one look-up may read a half-written file
         for url in leaving:
             say(f"the server at {url} leaves")
             await self._repairs.drop(present[url])
@@ -311,9 +304,7 @@ class Membership:
             self._known_urls.add(url)
             await self._repairs.admit(member)
         except (RolloutError, UserError) as e:
-            self._report_once(
-                url, f"{e.__cause__ or e}; it joins when it answers"
-            )  # without the command that starts one
+            self._report(url, f"{e.__cause__ or e}; it joins when it answers")  # without the command that starts one
             return
         except Exception as e:  # no other task waits for this one
             self._router.fail(e)
@@ -323,23 +314,19 @@ class Membership:
         self._reported_faults.pop(url, None)
         say(f"the server at {url} joins after {time.monotonic() - began:.1f} s")
 
-    def _report_once(self, url: str, fault: str) -> None:
+    def _report(self, url: str, fault: str) -> None:
         """Reports a fault of an address unless it was the last one reported of it."""
         if self._reported_faults.get(url) != fault:
             self._reported_faults[url] = fault
             say(fault)
 
 
-def address_lookup(source: Path | tuple[str, int]) -> Lookup:
+def address_lookup(place: Path | tuple[str, int]) -> Lookup:
     """Makes the look-up of the present addresses in a file, or of a DNS name and a port."""
-    return (
-        functools.partial(_read_addresses, source)
-        if isinstance(source, Path)
-        else functools.partial(_resolve_addresses, *source)
-    )
+    return functools.partial(_read_file, place) if isinstance(place, Path) else functools.partial(_resolve_name, *place)
 
 
-def _read_addresses(path: Path) -> list[str]:
+def _read_file(path: Path) -> list[str]:
     """Returns the server addresses in a file, one in each line; ValueError if one is invalid."""
     lines = (line.partition("#")[0].strip().rstrip("/") for line in path.read_text(encoding="utf-8").splitlines())
     urls = list(dict.fromkeys(filter(None, lines)))
@@ -353,7 +340,6 @@ def _read_addresses(path: Path) -> list[str]:
     return urls
 
 
-def _resolve_addresses(name: str, port: int) -> list[str]:
-    """Returns the server addresses of a DNS name."""
+def _resolve_name(name: str, port: int) -> list[str]:
     addresses = {str(info[4][0]) for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)}
     return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in sorted(addresses)]

@@ -33,13 +33,7 @@ from jppo.rollout.servers.http_client import brief
 from jppo.rollout.servers.member import Server, ServerFacts, ServerLimits, ServerProgram, check_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.arguments import (
-    ServerSettings,
-    make_program,
-    parse_engine_args,
-    triton_environment,
-    visible_devices,
-)
+from jppo.rollout.vllm.arguments import ServerSettings, make_program, parse_engine_args, triton_env, visible_devices
 from jppo.rollout.vllm.publish import SHARED_MEMORY, make_folder, write_tensors
 from jppo.types import Sampling
 
@@ -54,7 +48,7 @@ class Sglang:
 
     eos_token_ids: Sequence[int]
     vocab_size: int
-    start_advice: str  # command that starts a suitable server
+    advice: str  # command that starts a suitable server
     resume_route: str = "/continue_generation -H 'Content-Type: application/json' -d '{}'"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
@@ -115,7 +109,7 @@ class Sglang:
             deterministic = info["enable_deterministic_inference"]
         weights_name(endpoint)
         if deterministic is not True:
-            raise UserError(f"the server at {endpoint.url} ignores seeds; {self.start_advice}")
+            raise UserError(f"the server at {endpoint.url} ignores seeds; {self.advice}")
         return ServerFacts(name, longest - ROOM, endpoint.process)
 
     def paused(self, endpoint: Endpoint) -> bool:
@@ -271,7 +265,7 @@ def sglang_environment(settings: ServerSettings) -> dict[str, str]:
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise a paused server is unhealthy
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the tokens of ROOM, which never occur
         "HF_HUB_OFFLINE": "1",
-        **triton_environment(settings.dtype),
+        **triton_env(settings.dtype),
     }
 
 
@@ -330,20 +324,18 @@ class DirectoryPublisher:
         for folder in self._folders:
             folder.mkdir()
             shutil.copy(config, folder)
-        self._first_shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Directory:
         """Writes a whole policy; RolloutError if its tensors differ from the first publish."""
         path, entries = self._write(tensors)
         shapes = {entry.name: entry.shape for entry in entries}
-        self._first_shapes = self._first_shapes or shapes
-        if differ := sorted(
-            name for name in {*shapes, *self._first_shapes} if shapes.get(name) != self._first_shapes.get(name)
-        ):
+        self._shapes = self._shapes or shapes
+        if differ := sorted(name for name in {*shapes, *self._shapes} if shapes.get(name) != self._shapes.get(name)):
             name = differ[0]
             raise RolloutError(
                 f"version {version} of the weights differs from the first published model: {name} has shape"
-                f" {_shape_text(shapes.get(name))} instead of {_shape_text(self._first_shapes.get(name))};"
+                f" {_shape_text(shapes.get(name))} instead of {_shape_text(self._shapes.get(name))};"
                 " no server received it"
             )
         return Directory(path, version)
@@ -371,12 +363,10 @@ class DirectoryPublisher:
             (folder / FILE).unlink(missing_ok=True)  # a file that a server still reads stays unchanged
             with (folder / FILE).open("wb") as file:
                 entries = write_tensors(file.fileno(), tensors, start=HEAD_ROOM, align=1)
-                header = tensorheader.make_header(
-                    ((e.name, e.dtype, e.shape, e.nbytes) for e in entries), room=HEAD_ROOM
-                )
-                if len(header) > HEAD_ROOM:
+                head = tensorheader.make_header(((e.name, e.dtype, e.shape, e.nbytes) for e in entries), room=HEAD_ROOM)
+                if len(head) > HEAD_ROOM:
                     raise UserError(f"a model of {len(entries)} tensors is too large for SGLang; use vLLM")
-                file.write(header)
+                file.write(head)
         except OSError as e:
             raise UserError(
                 f"the weights cannot be written to {self.folder}: {e}; set rollout.publish_dir to a folder with"

@@ -223,7 +223,7 @@ def speculates(text: str) -> bool:
     return any(word.startswith(("--spec-", "--spec_", "--speculative", "-sc")) for word in parse_engine_args(text))
 
 
-def triton_environment(dtype: str) -> dict[str, str]:
+def triton_env(dtype: str) -> dict[str, str]:
     """Returns the variable without which Triton's float32 products are TF32, in attention and experts."""
     return {"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {}
 
@@ -240,7 +240,7 @@ def vllm_environment(settings: ServerSettings, build: str) -> dict[str, str]:
     if settings.lora_rank:
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if build == "gpu":
-        variables |= triton_environment(settings.dtype)
+        variables |= triton_env(settings.dtype)
     if build == "cpu":
         threads = str(settings.omp_threads)
         one_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # ready sooner, and smaller
@@ -270,16 +270,12 @@ def model_options(model_dir: str, run_dir: str) -> list[str]:
     model alone, by a config.json in `run_dir`.
     """
     file = pathlib.Path(model_dir) / "config.json"
-    config_json = json.loads(file.read_text()) if file.is_file() else {}
-    text_config: Any = config_json.get("text_config")
-    multimodal, config = isinstance(text_config, dict) and text_config.get("model_type") in _TEXT_MODELS, config_json
+    raw = json.loads(file.read_text()) if file.is_file() else {}
+    text: Any = raw.get("text_config")
+    multimodal, config = isinstance(text, dict) and text.get("model_type") in _TEXT_MODELS, raw
     if multimodal:
-        shared_fields = {
-            key: config_json[key]
-            for key in ("tie_word_embeddings", "dtype", "quantization_config")
-            if key in config_json
-        }
-        config = text_config | shared_fields | {"architectures": [_TEXT_MODELS[text_config["model_type"]]]}
+        shared = {key: raw[key] for key in ("tie_word_embeddings", "dtype", "quantization_config") if key in raw}
+        config = text | shared | {"architectures": [_TEXT_MODELS[text["model_type"]]]}
     if config.get("model_type") == "gpt_oss":
         layer_types = [("sliding", "full")[i % 2] + "_attention" for i in range(config["num_hidden_layers"])]
         for key, value in (_FIXED | {"layer_types": layer_types}).items():
@@ -348,7 +344,6 @@ def visible_devices(index: int, settings: ServerSettings) -> dict[str, str]:
 
 
 def _visible_gpus() -> list[str]:
-    """Returns the ids of all GPUs that this process sees."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         if shutil.which("nvidia-smi") is None:
@@ -395,12 +390,10 @@ def require_returns_kept(settings: ServerSettings, build: str) -> None:
 
 def require_options(settings: ServerSettings, build: str) -> None:
     """Raises UserError for replay with speculation, and for a quantisation that vLLM on a CPU does not have."""
-    replay_settings = [
-        f"rollout.{n}_replay=True" for n, on in (("mask", settings.kept), ("routing", settings.experts)) if on
-    ]
-    if replay_settings and speculates(settings.engine_args):
+    replays = [f"rollout.{n}_replay=True" for n, on in (("mask", settings.kept), ("routing", settings.experts)) if on]
+    if replays and speculates(settings.engine_args):
         raise UserError(
-            f"{replay_settings[0]}: vLLM does not return the kept tokens or experts of speculated samples; remove"
+            f"{replays[0]}: vLLM does not return the kept tokens or experts of speculated samples; remove"
             f" speculation from rollout.engine_args={settings.engine_args!r}"
         )
     if build == "cpu" and settings.quantization not in ("none", "fp8_per_channel"):

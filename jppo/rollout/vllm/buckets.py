@@ -26,7 +26,7 @@ from jppo.rollout.servers.delivery import Delivery, Offers, Step, WeightsGone
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.vllm import layout, transports
 from jppo.rollout.vllm.layout import TensorEntry
-from jppo.rollout.vllm.publish import Buffers, FilePublisher, call_workers, require_accepted
+from jppo.rollout.vllm.publish import Buffers, FilePublisher, call_workers, require_ok
 
 BUCKET = 3 << 26  # bytes: with 64 MiB in flight from the device, 256 MiB in all
 IN_TIME = 0.8  # fraction of the request timeout: a longer transfer is refused, with the reason
@@ -150,7 +150,7 @@ class Streamed:
     def take(self, endpoint: Endpoint) -> None:
         """Loads the staged tensors on the server."""
         endpoint.post("/finish_weight_update", {})
-        require_accepted(endpoint, self.version, "jppo_transfer")
+        require_ok(endpoint, self.version, "jppo_transfer")
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
 
     def _send_buckets(self, source: Iterator[tuple[str, Any]], copy: layout.Copy | None, current_pass: Pass) -> Offers:
@@ -196,11 +196,7 @@ class Streamed:
             yield fields, _total_bytes(changes)
 
     def _update_step(
-        self,
-        current_pass: Pass,
-        whole_fields: Mapping[str, Any],
-        whole_bytes: int,
-        changes: tuple[Mapping[str, Any], int] | None,
+        self, current_pass: Pass, whole: Mapping[str, Any], nbytes: int, changes: tuple[Mapping[str, Any], int] | None
     ) -> Step:
         """Returns the step that posts a bucket, or its changes, to a server, and checks that the server accepts it."""
 
@@ -208,13 +204,11 @@ class Streamed:
             url = endpoint.url
             if url in current_pass.refused or (current_pass.only is not None and url not in current_pass.only):
                 return
-            fields, sent_bytes = (
-                changes if changes is not None and url in current_pass.have_base else (whole_fields, whole_bytes)
-            )
+            fields, sent_bytes = changes if changes is not None and url in current_pass.have_base else (whole, nbytes)
             endpoint.post(UPDATE, {"update_info": {"version": self.version, **fields}})
-            self.sizes.append((sent_bytes, whole_bytes))
+            self.sizes.append((sent_bytes, nbytes))
             try:
-                require_accepted(endpoint, self.version, "jppo_transfer")
+                require_ok(endpoint, self.version, "jppo_transfer")
             except ServerFault:
                 raise
             except RolloutError as e:
@@ -277,6 +271,4 @@ def checksummed(bucket: Sequence[tuple[str, np.ndarray]]) -> tuple[list[TensorEn
     with ThreadPoolExecutor(layout.THREADS) as pool:
         sums = list(pool.map(zlib.crc32, views))
     tensors = zip(bucket, arrays, sums, strict=True)
-    return layout.consecutive_entries(
-        (name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in tensors
-    ), views
+    return layout.lay_out((name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in tensors), views

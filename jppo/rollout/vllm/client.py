@@ -46,7 +46,7 @@ class Vllm:
 
     eos_token_ids: Sequence[int]
     vocab_size: int
-    start_advice: str  # command that starts a suitable server
+    advice: str  # command that starts a suitable server
     needed: Sequence[str]  # routes
     dtype: str  # compute dtype, and the dtype of published weights
     publish_via: str = "file"
@@ -113,7 +113,7 @@ class Vllm:
             (kept or not self.kept, "returns no kept tokens of every sample, which rollout.mask_replay needs"),
         ):
             if not is_suitable:
-                raise UserError(f"the server at {endpoint.url} {fault}; {self.start_advice}")
+                raise UserError(f"the server at {endpoint.url} {fault}; {self.advice}")
         return ServerFacts(model, length, process)
 
     def paused(self, endpoint: Endpoint) -> bool:
@@ -328,12 +328,10 @@ class ServedReference:
         raise AssertionError
 
 
-def _read_logprobs(reply: Any, trajectory: Trajectory) -> np.ndarray:
+def _read_logprobs(reply: Any, t: Trajectory) -> np.ndarray:
     """Reads the log-probs of the tokens that were sent."""
     _, *further = replies.single_entry(reply["choices"], "choices")["prompt_logprobs"]
-    if len(further) + 1 != len(trajectory.tokens):
-        raise ValueError(f"{len(further) + 1} of {len(trajectory.tokens)} tokens have log-probs")
-    logprobs = [
-        candidates[str(token)]["logprob"] for token, candidates in zip(trajectory.tokens[1:], further, strict=True)
-    ]
+    if len(further) + 1 != len(t.tokens):
+        raise ValueError(f"{len(further) + 1} of {len(t.tokens)} tokens have log-probs")
+    logprobs = [candidates[str(token)]["logprob"] for token, candidates in zip(t.tokens[1:], further, strict=True)]
     return np.array([0.0, *replies.log_probs(logprobs)], np.float32)

@@ -169,32 +169,26 @@ class Nccl:
 
     def joins(self) -> Iterator[Step]:
         """Yields: ask who is there and, if these are others than before, join them."""
-        workers_and_groups: dict[str, tuple[int, set[str]]] = {}
+        present: dict[str, tuple[int, set[str]]] = {}
 
         def count_workers(endpoint: Endpoint) -> None:
             workers = call_workers(endpoint, "jppo_transfer")
-            workers_and_groups[endpoint.url] = (len(workers), {str(worker.get("group")) for worker in workers})
+            present[endpoint.url] = (len(workers), {str(worker.get("group")) for worker in workers})
 
         yield count_workers
-        workers = {url: count for url, (count, _) in sorted(workers_and_groups.items())}
-        if workers == self._joined_workers and all(
-            groups == {self._unique_id} for _, groups in workers_and_groups.values()
-        ):
+        workers = {url: count for url, (count, _) in sorted(present.items())}
+        if workers == self._joined_workers and all(groups == {self._unique_id} for _, groups in present.values()):
             return
         self.close()
         self._communicator = communicator = self._make_communicator()
         raw_id, ranks = communicator.unique_id(), 1 + sum(workers.values())
         unique_id = base64.b64encode(raw_id).decode()
-        rank_offsets = {url: 1 + sum(list(workers.values())[:i]) for i, url in enumerate(workers)}
+        offsets = {url: 1 + sum(list(workers.values())[:i]) for i, url in enumerate(workers)}
         buffer = jax.block_until_ready(jax.device_put(jnp.zeros(1, jnp.float32), self._device))
 
         def join_as_server(endpoint: Endpoint) -> None:
-            init_info = {
-                "nccl_unique_id_b64": unique_id,
-                "rank_offset": rank_offsets[endpoint.url],
-                "world_size": ranks,
-            }
-            endpoint.post("/init_weight_transfer_engine", {"init_info": init_info})
+            info = {"nccl_unique_id_b64": unique_id, "rank_offset": offsets[endpoint.url], "world_size": ranks}
+            endpoint.post("/init_weight_transfer_engine", {"init_info": info})
 
         def join_as_trainer() -> None:
             communicator.join(raw_id, ranks, buffer.unsafe_buffer_pointer())
@@ -300,9 +294,7 @@ def gather_on_device(bucket: buckets.Tensors, device: jax.Device) -> tuple[list[
     arrays: list[jax.Array] = jax.block_until_ready([jax.device_put(tensor, device) for _, tensor in bucket])
     sums = [int(_checksum(array)) if array.nbytes else 0 for array in arrays]
     tensors = zip(bucket, arrays, sums, strict=True)
-    return layout.consecutive_entries(
-        (name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in tensors
-    ), arrays
+    return layout.lay_out((name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in tensors), arrays
 
 
 @jax.jit

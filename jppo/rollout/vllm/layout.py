@@ -130,7 +130,6 @@ class Staging:
             raise WeightsRefused(f"a bucket of version {version} came into the publish of version {self.version}")
 
     def _refuse(self, reason: Exception | str) -> None:
-        """Drops the publish, and stores the first reason."""
         self.error = self.error or str(reason)
         self.buckets, self.complete = [], False
 
@@ -150,7 +149,7 @@ def unpack_entries(packed: Sequence[Sequence[Any]]) -> list[TensorEntry]:
     return [TensorEntry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in packed]
 
 
-def consecutive_entries(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> list[TensorEntry]:
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> list[TensorEntry]:
     """Returns the entries of consecutive tensors, given name, dtype, shape, bytes and checksum of each."""
     entries, offset = [], 0
     for name, dtype, shape, nbytes, crc32 in tensors:
@@ -196,12 +195,10 @@ _WORDS: Mapping[str, Any] = {"float32": np.uint32, "bfloat16": np.uint16, "float
 
 def changed_positions(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Returns the positions of the elements of a block that differ, in order."""
-    elements = 8 // old.itemsize  # compared by 8 bytes, which takes half the time
-    whole_words = len(old) // elements * elements
-    words = np.flatnonzero(old[:whole_words].view(np.uint64) != new[:whole_words].view(np.uint64))
-    candidates = np.concatenate(
-        [(words[:, None] * elements + np.arange(elements)).reshape(-1), np.arange(whole_words, len(old))]
-    )
+    width = 8 // old.itemsize  # compared by 8 bytes, which takes half the time
+    limit = len(old) // width * width
+    words = np.flatnonzero(old[:limit].view(np.uint64) != new[:limit].view(np.uint64))
+    candidates = np.concatenate([(words[:, None] * width + np.arange(width)).reshape(-1), np.arange(limit, len(old))])
     positions: np.ndarray = candidates[old[candidates] != new[candidates]]
     return positions
 
@@ -242,7 +239,7 @@ def decode_block(old: np.ndarray, changes: memoryview) -> tuple[np.ndarray, int]
 
 def _decode_blocks(old: np.ndarray, changes: memoryview) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields each old block of a tensor, and its new contents."""
-    for block in _split_blocks(old):
+    for block in _split(old):
         new, used = decode_block(block, changes)
         changes = changes[used:]
         yield block, new
@@ -250,7 +247,7 @@ def _decode_blocks(old: np.ndarray, changes: memoryview) -> Iterator[tuple[np.nd
         raise WeightsRefused(f"{len(changes)} bytes follow the changes of the last block")
 
 
-def _split_blocks(words: np.ndarray) -> list[np.ndarray]:
+def _split(words: np.ndarray) -> list[np.ndarray]:
     """Returns the blocks of a tensor's integers, as views."""
     step = BLOCK // words.itemsize
     return [words[start : start + step] for start in range(0, len(words), step)]
@@ -271,10 +268,7 @@ class Copy:
 
     def changes(self, entries: Sequence[TensorEntry], tensors: Sequence[np.ndarray]) -> list[tuple[str, np.ndarray]]:
         """Stores a bucket and returns each tensor's changes as bytes."""
-        pairs = [
-            list(zip(_split_blocks(old), _split_blocks(new), strict=True))
-            for old, new in self._word_pairs(entries, tensors)
-        ]
+        pairs = [list(zip(_split(old), _split(new), strict=True)) for old, new in self._word_pairs(entries, tensors)]
         with ThreadPoolExecutor(THREADS) as pool:
             encoded = pool.map(_encode_and_store, itertools.chain(*pairs))
             payloads = [b"".join(itertools.islice(encoded, len(blocks))) for blocks in pairs]

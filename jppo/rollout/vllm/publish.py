@@ -2,7 +2,7 @@
 
     write the file -> every server checks it (offer) -> pause -> load and label it (take) -> resume
 
-`servers/delivery.py` runs these steps; pause and resume are vLLM's routes of these names. `require_accepted` calls a
+`servers/delivery.py` runs these steps; pause and resume are vLLM's routes of these names. `require_ok` calls a
 method of `worker.py` in every worker of a server, by vLLM's `/collective_rpc`; a file that any worker refuses changes
 nothing on any server. `buckets.py` publishes without a file.
 """
@@ -49,13 +49,11 @@ class Whole:
 
     def offers(self) -> Offers:
         """Yields one step: the server compares the file with its model; its weights stay."""
-        yield lambda endpoint: require_accepted(
-            endpoint, self.version, "jppo_check", version=self.version, **self.where
-        )
+        yield lambda endpoint: require_ok(endpoint, self.version, "jppo_check", version=self.version, **self.where)
 
     def take(self, endpoint: Endpoint) -> None:
         """Loads the file on the server."""
-        require_accepted(endpoint, self.version, "jppo_load", version=self.version, path=self.where["path"])
+        require_ok(endpoint, self.version, "jppo_load", version=self.version, path=self.where["path"])
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
 
 
@@ -88,7 +86,6 @@ class Adapter:
             _unload(endpoint, self.before)
 
     def _load(self, endpoint: Endpoint) -> None:
-        """Loads the adapters on a server under their own name."""
         _unload(endpoint, self.model)  # an attached server that broke off has them, and vLLM refuses them then
         endpoint.post_for_text("/v1/load_lora_adapter", {"lora_name": self.model, "lora_path": str(self.path)})
 
@@ -300,7 +297,7 @@ class FilePublisher:
             shutil.rmtree(self._adapters.pop(0), ignore_errors=True)
 
 
-def require_accepted(endpoint: Endpoint, version: int, method: str, /, **kwargs: Any) -> None:
+def require_ok(endpoint: Endpoint, version: int, method: str, /, **kwargs: Any) -> None:
     """Calls a method of the worker extension on a server; RolloutError if one of its workers refuses these weights."""
     for result in call_workers(endpoint, method, **kwargs):
         if not isinstance(result.get("ok"), bool):

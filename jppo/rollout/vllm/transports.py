@@ -110,7 +110,6 @@ class Sender:
                 self._end(offer)
 
     def _end(self, offer: _Offer) -> None:
-        """Ends an offer and its transfers."""
         self._offers = [other for other in self._offers if other is not offer]
         for connection in offer.connections:
             with contextlib.suppress(OSError):
@@ -129,7 +128,6 @@ class Sender:
                 pending.drop()
 
     def _accept(self, pending: "_PendingConnections") -> None:
-        """Accepts the connections that wait."""
         for _ in range(BACKLOG):
             try:
                 connection, _ = self._listening.accept()
@@ -166,7 +164,6 @@ class Sender:
             connection.send(NO)
 
     def _send(self, connection: socket.socket, offer: _Offer) -> None:
-        """Sends the bucket to a client that has its token."""
         # the receiver reports any broken connection
         with connection, contextlib.suppress(OSError, WeightsRefused):
             try:
@@ -217,12 +214,12 @@ def receive(address: Address, entries: Sequence[TensorEntry], memory: mmap.mmap 
     `memory` is used if there is some and it is large enough: pages of new memory cost more than the download.
     """
     deadline = time.monotonic() + address.timeout_s
-    address_text = f"{address.host}:{address.port}" if address.port else address.host
+    source = f"{address.host}:{address.port}" if address.port else address.host
     try:
         connection = _connect(address)
     except OSError as e:
         raise WeightsRefused(
-            f"the trainer does not answer at {address_text} ({e}); set rollout.publish_host to its address as seen"
+            f"the trainer does not answer at {source} ({e}); set rollout.publish_host to its address as seen"
             " from the server"
         ) from e
     with connection:
@@ -232,9 +229,7 @@ def receive(address: Address, entries: Sequence[TensorEntry], memory: mmap.mmap 
             answer = bytearray(1)
             _fill(connection, memoryview(answer), deadline)
             if answer != YES:
-                raise WeightsRefused(
-                    f"the trainer at {address_text} rejects the token: it has published again, or ended"
-                )
+                raise WeightsRefused(f"the trainer at {source} rejects the token: it has published again, or ended")
             size = layout.size_of(entries)
             data = memory if memory is not None and len(memory) >= size else _allocate(size)
             with memoryview(data) as view:
@@ -244,10 +239,10 @@ def receive(address: Address, entries: Sequence[TensorEntry], memory: mmap.mmap 
             return data
         except TimeoutError as e:
             raise WeightsRefused(
-                f"the weights did not arrive within {address.timeout_s:g} s: {progress} from {address_text}"
+                f"the weights did not arrive within {address.timeout_s:g} s: {progress} from {source}"
             ) from e
         except OSError as e:
-            raise WeightsRefused(f"the transfer from {address_text} broke off {progress}: {e}") from e
+            raise WeightsRefused(f"the transfer from {source} broke off {progress}: {e}") from e
 
 
 def _connect(address: Address) -> socket.socket:
@@ -291,7 +286,6 @@ def _fill(connection: socket.socket, view: memoryview, deadline: float) -> int:
 
 
 def _allocate(nbytes: int) -> mmap.mmap:
-    """Returns new memory, in huge pages where possible."""
     data = mmap.mmap(-1, max(nbytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # only an optimization

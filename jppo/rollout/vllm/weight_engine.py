@@ -66,7 +66,7 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         self._communicator: Any = None
         self._gpu: transports.CudaDevice | None = None
         self.base = layout.LoadedWeights()
-        self._spare_memory: list[mmap.mmap] = []  # of an earlier publish, for the next one
+        self._spare: list[mmap.mmap] = []  # of an earlier publish, for the next one
 
     def init_transfer_engine(self, init_info: Init) -> None:
         """Joins the trainer and the other workers."""
@@ -100,7 +100,7 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
                 self.model, self.model_config.hf_config.model_type, buckets, self._tied, self._reload_weights
             )
             self.base.hold(loaded if self.staging.error is None else [])
-            self._spare_memory = []
+            self._spare = []
 
     def shutdown(self) -> None:
         """Drops an unfinished publish and leaves the communicator."""
@@ -108,7 +108,6 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         self._leave()
 
     def _leave(self) -> None:
-        """Leaves the communicator of NCCL."""
         communicator, self._communicator, self.group = self._communicator, None, ""
         if communicator is not None:  # a thread that waits in a broadcast returns
             communicator.destroy()
@@ -121,11 +120,9 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
             return self.base.check(update_info.base, entries, changes, memoryview(sent))
         if any(isinstance(data, layout.Changes) for _, data in self.staging.buckets):
             raise layout.WeightsRefused("a bucket of whole tensors came into a publish of changes")
-        self._spare_memory += self.base.release()
+        self._spare += self.base.release()
         if update_info.address is not None:
-            return transports.receive(
-                transports.Address(**update_info.address), entries, worker.take_unused(self._spare_memory)
-            )
+            return transports.receive(transports.Address(**update_info.address), entries, worker.reuse(self._spare))
         if update_info.handles is None and self._communicator is None:
             raise layout.WeightsRefused("a bucket has no address, and no communicator of NCCL was joined")
         try:

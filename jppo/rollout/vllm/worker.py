@@ -86,7 +86,7 @@ def config_set(owner: Any) -> Any:
     return contextlib.nullcontext() if vllm is None else vllm.set_current_vllm_config(owner.vllm_config)
 
 
-def take_unused(memory: list[mmap.mmap]) -> mmap.mmap | None:
+def reuse(memory: list[mmap.mmap]) -> mmap.mmap | None:
     """Takes the first of these memories, if no tensor of a model still lies in it."""
     if not memory or sys.getrefcount(memory[0]) > 2:  # the list's and the argument's
         return None
@@ -200,13 +200,10 @@ def _split_experts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tupl
 def _sinks(buckets: list[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields GPT-OSS' attention sinks, which vLLM 0.32 writes past a reload too; nothing packs them."""
     for entries, data in buckets:
-        yield from (
-            (entry.name, _view_tensor(entry, data)) for entry in entries if entry.name.endswith(".self_attn.sinks")
-        )
+        yield from ((entry.name, _view(entry, data)) for entry in entries if entry.name.endswith(".self_attn.sinks"))
 
 
-def _view_tensor(entry: layout.TensorEntry, data: Any) -> torch.Tensor:
-    """Returns a tensor of a bucket, as a view of its bytes."""
+def _view(entry: layout.TensorEntry, data: Any) -> torch.Tensor:
     storage = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
     part = storage[entry.offset : entry.offset + entry.nbytes]
     return part.view(getattr(torch, entry.dtype)).reshape(entry.shape)
@@ -219,7 +216,7 @@ def _named_tensors(
     while buckets:
         entries, data = buckets.pop(0)
         for entry in entries:
-            tensor = _view_tensor(entry, data)
+            tensor = _view(entry, data)
             yield entry.name, tensor
             # vLLM keeps a tied head stale without its own name; some models have no separate head there
             for name in tied.get(entry.name, ()):
