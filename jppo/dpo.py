@@ -85,7 +85,7 @@ def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTa
 
 
 def train(config: PreferenceTuning | ConfigDict) -> None:
-    """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
+    """Trains the policy by DPO on all pairs, or resumes, tests on held-out pairs, and writes the model."""
     c = settings.typed(config, PreferenceTuning)
     initial: list[Any] = []  # the log-probs of all pairs by the initial policy, or the means to compute them
 

@@ -138,9 +138,9 @@ class HloProgram:
     def _loop_bound(self, condition: str) -> int | None:
         """Returns the N of a loop's condition `i < N`, where i begins at 0; None for another condition."""
         lines = list(self.computations.get(condition, {}).values())
-        every = [*lines, *(inner for line in lines if line.opcode in WRAPPERS for inner in self.inside(line))]
-        limits = {int(v) for line in every if line.opcode == "constant" and (v := line.attribute(r"^(\d+)\)"))}
-        comparisons = [line for line in every if line.opcode == "compare"]
+        nested = [*lines, *(inner for line in lines if line.opcode in WRAPPERS for inner in self.inside(line))]
+        limits = {int(v) for line in nested if line.opcode == "constant" and (v := line.attribute(r"^(\d+)\)"))}
+        comparisons = [line for line in nested if line.opcode == "compare"]
         if len(comparisons) == 1 and len(limits) == 1 and "direction=LT" in comparisons[0].attributes:
             return limits.pop()
         return None

@@ -63,7 +63,7 @@ class Texts:
     """
 
     def __init__(self, tokenizer: Any, *, max_length: int):
-        """`tokenizer` is the reward model's own; over-long texts are truncated at their beginning."""
+        """Takes the reward model's own `tokenizer`; texts over `max_length` tokens lose their beginning."""
         if max_length < 1:
             raise UserError(f"reward.model.max_length={max_length} must be 1 or more")
         tokenizer.truncation_side = "left"

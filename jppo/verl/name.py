@@ -59,7 +59,7 @@ def missing(why: str, keys: str, off: tuple[object, ...] = (), only: str = "") -
 
 
 def _keys(words: str) -> list[str]:
-    """Splits short keys at blanks; BOTH is the policy's model and the critic's."""
+    """Spells out the short keys of a text, which blanks separate; BOTH.x is the policy's model and the critic's."""
     keys = []
     for word in words.split():
         section, _, ending = word.partition(".")

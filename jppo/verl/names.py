@@ -247,6 +247,7 @@ def _lines_by_reason(kind: str) -> Iterator[str]:
 
 
 def _item(text: str) -> str:
+    """Formats an item of a Markdown list, in lines of at most 120 characters."""
     text = text.replace("``", "`''`")
     return textwrap.fill(
         text, 120, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False

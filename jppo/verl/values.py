@@ -123,7 +123,7 @@ def has_tools(get: GetKey) -> bool:
 
 
 def group(value: int, get: GetKey) -> int:
-    """Returns `rollout.tensor_model_parallel_size`; Unsupported for more devices than a host samples with."""
+    """Returns the devices of a server; Unsupported for more than a host samples with."""
     if value > derived.server_devices(get):
         raise Unsupported(f"a server is on one host: rollout.tensor_model_parallel_size={derived.server_devices(get)}")
     return value
