@@ -98,14 +98,14 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
 
         if c.dpo.reference == "mesh":
             copy = jax.tree.map(jnp.copy, params)
-            initial[:] = [lambda of, which: logprobs(of, which, copy)]
+            initial[:] = [lambda pair_set, indices: logprobs(pair_set, indices, copy)]
             return
         stored = {}
         for pair_set in (task.pairs, task.held_out):
             index_blocks = pairs.pair_blocks(c, len(pair_set.pairs))
             blocks = [logprobs(pair_set, indices, params).reshape(2, -1) for indices in index_blocks]
             stored[id(pair_set)] = np.concatenate(blocks, axis=1)
-        initial[:] = [lambda of, which: stored[id(of)][:, list(which)].reshape(-1)]
+        initial[:] = [lambda pair_set, indices: stored[id(pair_set)][:, list(indices)].reshape(-1)]
 
     def loss_inputs(task: pairs.PairTask, pair_set: PairSet, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the initial log-probs and the token counts of these pairs' responses."""

@@ -149,19 +149,19 @@ class HloProgram:
         """Counts the executions of each computation outside of fusions, with loops multiplied out."""
         times: collections.Counter[str] = collections.Counter()
 
-        def visit(name: str, count: int) -> None:
+        def add_executions(name: str, count: int) -> None:
             times[name] += count
             for instruction in self.computations[name].values():
                 if instruction.opcode == "while":
                     body = instruction.attribute(r"body=%?([\w.\-]+)")
                     if body in self.computations:
-                        visit(body, count * (self.trips(instruction) or 1))
+                        add_executions(body, count * (self.trips(instruction) or 1))
                 elif instruction.opcode in ("call", "conditional"):
                     for inner in instruction.called:  # all branches of a conditional count: an upper bound
                         if inner in self.computations:
-                            visit(inner, count)
+                            add_executions(inner, count)
 
-        visit(self.entry, 1)
+        add_executions(self.entry, 1)
         return dict(times)
 
 

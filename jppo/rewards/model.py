@@ -171,7 +171,7 @@ class ModelPart:
         clip: float | None = None,
         learn: bool = True,
     ):
-        """`clip` bounds the size of scores; without `learn` the normalizer is only read."""
+        """Takes the model and its input; `clip` bounds the scores; without `learn` the normalizer is only read."""
         self._model, self._texts = model, texts
         self._batch_size, self._normalizer, self._clip, self._learn = batch_size, normalizer, clip, learn
         self._lock = threading.Lock()
