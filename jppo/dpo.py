@@ -109,8 +109,8 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
 
     def loss_inputs(task: pairs.PairTask, pair_set: PairSet, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the initial log-probs and the token counts of these pairs' responses."""
-        chosen = [pair_set.pairs[i] for i in indices]
-        tokens = [len(p.chosen) - p.starts[0] for p in chosen] + [len(p.rejected) - p.starts[1] for p in chosen]
+        batch = [pair_set.pairs[i] for i in indices]
+        tokens = [len(p.chosen) - p.starts[0] for p in batch] + [len(p.rejected) - p.starts[1] for p in batch]
         return initial[0](pair_set, indices), np.array(tokens, np.float32)
 
     with memory_explained(c):

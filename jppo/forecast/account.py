@@ -191,14 +191,14 @@ def seconds_of(collective: Collective, machine: Machine, devices: Sequence[Any],
     if collective.kind == "collective-permute":
         return collective.bytes / (network if groups > 1 else link)
     if collective.kind in ("all-to-all", "ragged-all-to-all"):
-        inside = collective.bytes * (members_inside - 1) / members / link
+        inside_s = collective.bytes * (members_inside - 1) / members / link
         if isinstance(chip, Tpu):  # each ring hop carries it: a quarter of gathering all of it
-            inside = collective.bytes * members_inside / 4 / link
-        return max(inside, collective.bytes * (members - members_inside) / members / network)
+            inside_s = collective.bytes * members_inside / 4 / link
+        return max(inside_s, collective.bytes * (members - members_inside) / members / network)
     passes = 2 if collective.kind == "all-reduce" else 1
-    inside = collective.bytes * (members_inside - 1) / members_inside / link
-    across = collective.bytes * (groups - 1) / groups / members_inside / network
-    return passes * max(inside, across)
+    inside_s = collective.bytes * (members_inside - 1) / members_inside / link
+    across_s = collective.bytes * (groups - 1) / groups / members_inside / network
+    return passes * max(inside_s, across_s)
 
 
 def _group_of(device: Any, chip: Any) -> int:

@@ -329,8 +329,8 @@ def _advise(c: Common, hosts: int) -> str:
                 return f"--dry_run estimates that the run fits: end other programs on the device{smaller}"
             if smaller:
                 return f"{smaller} fits by the account of --dry_run"
-    first = f"try {memory_budget.as_arguments(tries[0])}, " if tries else ""
-    return f"{first}spread the models by mesh.fsdp, train adapters by model.lora_rank, or take a larger machine"
+    advice = f"try {memory_budget.as_arguments(tries[0])}, " if tries else ""
+    return f"{advice}spread the models by mesh.fsdp, train adapters by model.lora_rank, or take a larger machine"
 
 
 def _smaller(c: Settings, inputs: Inputs, mesh: Any, tries: list[dict[str, Any]], below: int) -> dict[str, Any] | None:

@@ -196,8 +196,8 @@ def modules(value: Any, _: GetKey) -> str:
 
 def optimizer(value: str, _: GetKey) -> str:
     """Returns `actor.optimizer` or `critic.optimizer`; Unsupported for one that jppo lacks."""
-    others = ("adam", "_adamw", "fusedadam")  # FusedAdam is Transformer Engine's, with decoupled weight decay
-    name = "adamw" if value.lower() in others else value.lower()
+    adams = ("adam", "_adamw", "fusedadam")  # FusedAdam is Transformer Engine's, with decoupled weight decay
+    name = "adamw" if value.lower() in adams else value.lower()
     if value == "Adam" or name not in ("adamw", "sgd", "muon", "adafactor", "lion"):
         raise Unsupported(
             "adamw, muon, adafactor, lion and sgd are there, with decoupled weight decay; or PATH.py:NAME"
