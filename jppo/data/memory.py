@@ -82,7 +82,7 @@ class Memory:
         self._label, self._prompts = label, prompts
 
     def batch(self, text: str, size: int, seeds: Sequence[int]) -> tuple[np.ndarray, str]:
-        """Returns the indices of the next `size` prompts, [N] i64, and the memory after them.
+        """Returns the indices of the next `size` prompts, [N] i64, by the memory in `text`, and the memory after them.
 
         `seeds`, numbers that no other batch of the run has, determine what is random.
         """

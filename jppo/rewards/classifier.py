@@ -269,7 +269,7 @@ class JaxRewardModel:
 
 
 def _compute_scores(model: Decoder, steps: bool, params: Params, tokens: jax.Array, last_index: jax.Array) -> jax.Array:
-    """Returns [R, 1] f32: the score after each row's token `last_index` [R], of tokens [R, T]; with `steps` after all."""
+    """Returns [R, 1] f32: the score after the token `last_index` [R] of each row [R, T]; with `steps` after all."""
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
     segment = (position <= last_index[:, None]).astype(jnp.int32)
     hidden: Any = model.apply({"params": params}, tokens, segment, position)

@@ -339,7 +339,7 @@ class StepPart(ModelPart):
         mark: str,
         decode: Callable[[list[int]], str],
     ):
-        """`decode` is the policy's tokenizer; `mark` follows each step in the model's input."""
+        """`mark` follows each step in the model's input, split at `delimiter`; `decode` is the policy's tokenizer's."""
         super().__init__(model, texts, batch_size=batch_size)
         self._step_model, self._decode = model, decode
         self._aggregate, self._delimiter, self._mark = _AGGREGATIONS[aggregation], delimiter, mark

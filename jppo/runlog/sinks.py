@@ -88,7 +88,7 @@ class Exporter(Collector):
         self._warnings[alert.name] += 1
 
     def close(self, *, failed: bool) -> None:
-        """Ends the server."""
+        """Ends the server that Prometheus reads."""
         self._server.shutdown()
         self._server.server_close()
 

@@ -40,7 +40,7 @@ _ENGINES = {"sglang_async": "sglang", "vllm_async": "vllm", "hf": "inprocess"}
 
 
 def engine(value: str, get: GetKey) -> str:
-    """Returns `rollout.name`; Unsupported where vLLM is to sample in its place."""
+    """Returns jppo's engine, `rollout.name`, for verl's; Unsupported where vLLM is to sample in its place."""
     name = _ENGINES.get(value, value)
     if reason := _why_vllm(name, get):
         raise Unsupported(f"vllm is taken{reason}")
