@@ -40,8 +40,8 @@ def listing() -> str:
     names = {name.removeprefix("jppo."): about for name, about in COMMANDS.items()}
     width = max(map(len, names))
     lines = [f"  jppo {name:{width}}  {about}" for name, about in names.items()]
-    first = f"jppo {__version__}; each command has --help; `jppo NAME` is `python -m jppo.NAME`:"
-    return "\n".join([first, "", *lines, ""])
+    heading = f"jppo {__version__}; each command has --help; `jppo NAME` is `python -m jppo.NAME`:"
+    return "\n".join([heading, "", *lines, ""])
 
 
 def command_of(word: str) -> str | None:
@@ -62,8 +62,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.argv = [module, *argv[1:]]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
-        near = did_you_mean(argv[0], [name.removeprefix("jppo.") for name in COMMANDS])
-        print(f"error: {argv[0]!r} is no command; `jppo` lists them{near}", file=sys.stderr)
+        suggestion = did_you_mean(argv[0], [name.removeprefix("jppo.") for name in COMMANDS])
+        print(f"error: {argv[0]!r} is no command; `jppo` lists them{suggestion}", file=sys.stderr)
         sys.exit(2)
 
 

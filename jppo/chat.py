@@ -189,7 +189,7 @@ def tell(line: str) -> None:
 
 
 def ask_once(conversation: Conversation, text: str) -> None:
-    """Prints one answer and a newline."""
+    """Prints the model's answer to one text, and a newline."""
     conversation.say(text, show=show, tell=tell)
     print(flush=True)
 

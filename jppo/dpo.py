@@ -86,7 +86,7 @@ def prepare(c: PreferenceTuning, request: DryRun = HERE) -> pairs.PairTask:
 
 
 def train(config: PreferenceTuning | ConfigDict) -> None:
-    """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
+    """Trains the policy by DPO on all pairs, or resumes, tests on held-out pairs, and writes the model."""
     c = settings.typed(config, PreferenceTuning)
     initial: list[Any] = []  # the log-probs of all pairs by the initial policy, or the means to compute them
 
@@ -99,19 +99,19 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
 
         if c.dpo.reference == "mesh":
             copy = jax.tree.map(jnp.copy, params)
-            initial[:] = [lambda of, which: logprobs(of, which, copy)]
+            initial[:] = [lambda pair_set, indices: logprobs(pair_set, indices, copy)]
             return
         stored = {}
         for pair_set in (task.pairs, task.held_out):
             index_blocks = pairs.pair_blocks(c, len(pair_set.pairs))
             blocks = [logprobs(pair_set, indices, params).reshape(2, -1) for indices in index_blocks]
             stored[id(pair_set)] = np.concatenate(blocks, axis=1)
-        initial[:] = [lambda of, which: stored[id(of)][:, list(which)].reshape(-1)]
+        initial[:] = [lambda pair_set, indices: stored[id(pair_set)][:, list(indices)].reshape(-1)]
 
     def loss_inputs(task: pairs.PairTask, pair_set: PairSet, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the initial log-probs and the token counts of these pairs' responses."""
-        chosen = [pair_set.pairs[i] for i in indices]
-        tokens = [len(p.chosen) - p.starts[0] for p in chosen] + [len(p.rejected) - p.starts[1] for p in chosen]
+        batch = [pair_set.pairs[i] for i in indices]
+        tokens = [len(p.chosen) - p.starts[0] for p in batch] + [len(p.rejected) - p.starts[1] for p in batch]
         return initial[0](pair_set, indices), np.array(tokens, np.float32)
 
     with memory_explained(c):

@@ -214,7 +214,7 @@ def card(
     lines: Lines,
     exported_by: str,
 ) -> str:
-    """Returns the card as Markdown; `kind` is 'model' or 'adapter', `lines` are of metrics.jsonl up to the step."""
+    """Returns a model card in Markdown; `kind` is 'model' or 'adapter', `lines` are of metrics.jsonl up to the step."""
     by_ppo = not any(setting.startswith("optim.") for setting in settings)
     by_dpo = "dpo.beta" in settings
     method, tag = (

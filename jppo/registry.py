@@ -91,10 +91,10 @@ class Registry(Mapping[str, T], Generic[T]):
         return result
 
 
-def did_you_mean(word: str, known: Collection[str]) -> str:
+def did_you_mean(word: str, names: Collection[str]) -> str:
     """Returns the end of an error about an unknown word: the nearest known one, or nothing."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def resolve(spec: str, setting: str) -> Any:

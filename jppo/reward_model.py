@@ -96,7 +96,7 @@ def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
 
 
 def train(config: PairTraining | ConfigDict) -> None:
-    """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
+    """Trains a reward model on all pairs, or resumes, tests on held-out pairs, and writes the model."""
     c = settings.typed(config, PairTraining)
     with memory_explained(c):
         pairs.train_on_pairs(c, prepare, REWARD_MODEL_COLUMNS, loss_inputs)

@@ -81,7 +81,7 @@ def prepare(c: FineTuning, request: DryRun = HERE) -> DemonstrationTask:
 
 
 def train(config: FineTuning | ConfigDict) -> None:
-    """Trains on all demonstrations, or resumes, and writes the model."""
+    """Trains the model on all demonstrations, or resumes, and writes it."""
     c = settings.typed(config, FineTuning)
     require_loggers(c)
     require_resumable(c)

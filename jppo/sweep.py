@@ -77,7 +77,7 @@ def _read_states(out: pathlib.Path) -> dict[str, State]:
     path = out / FILE
     try:
         runs: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["runs"]
-        return {name: State(**known | {"arguments": tuple(known["arguments"])}) for name, known in runs.items()}
+        return {name: State(**saved | {"arguments": tuple(saved["arguments"])}) for name, saved in runs.items()}
     except FileNotFoundError:
         return {}
     except (AttributeError, KeyError, TypeError, ValueError) as e:
@@ -206,8 +206,8 @@ def sweep(
         print_line(f"report            {write_report(run_folders, out / 'report.html')}")
     if all(row.last is None for row in table_rows):
         metrics = metric_names([run.folder for run in runs])
-        others = f"--metric takes one of {', '.join(metrics)}" if metrics else "there are no metrics yet"
-        print_line(f"no run has the metric {metric!r}; {others}")
+        hint = f"--metric takes one of {', '.join(metrics)}" if metrics else "there are no metrics yet"
+        print_line(f"no run has the metric {metric!r}; {hint}")
     return all(states[run.name].status == "finished" for run in runs)
 
 
@@ -314,11 +314,11 @@ def main(argv: list[str] | None = None) -> None:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
         signal.signal(signal.SIGHUP, _terminate)
     try:
-        done = sweep(runs, out, train_command, jobs=args.jobs, resume=args.resume, metric=args.metric)
+        all_finished = sweep(runs, out, train_command, jobs=args.jobs, resume=args.resume, metric=args.metric)
     except KeyboardInterrupt:
         print("interrupted; the same command with --resume continues", file=sys.stderr)
         sys.exit(130)
-    if not done:
+    if not all_finished:
         sys.exit(1)
 
 

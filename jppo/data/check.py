@@ -154,9 +154,9 @@ def _report(data: CheckedSet, findings: Sequence[DataNote], title: str, tokenize
     """Formats the report on one set: its notes, a histogram of lengths and the first prompt."""
     values, unit = lengths(data)
     summary = f"{values.min()} to {values.max()} {unit}, mean {values.mean():.1f}"
-    shown = data.prompts[0] if data.ids is None else tokenizer.decode(data.ids[0])
+    prompt = data.prompts[0] if data.ids is None else tokenizer.decode(data.ids[0])
     note = "" if data.ids is not None else ", raw: use --tokenizer to see it as the model reads it"
-    text = shown if isinstance(shown, str) else "\n".join(f"[{m['role']}] {m['content']}" for m in shown)
+    text = prompt if isinstance(prompt, str) else "\n".join(f"[{m['role']}] {m['content']}" for m in prompt)
     return [
         f"{title}: {len(data.rows)} rows",
         *map(str, findings),

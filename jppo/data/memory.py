@@ -81,28 +81,28 @@ class Memory:
         """`label` begins the errors."""
         self._label, self._prompts = label, prompts
 
-    def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
-        """Returns the places of the next `size` prompts, [N] i64, and the memory after them.
+    def batch(self, text: str, size: int, seeds: Sequence[int]) -> tuple[np.ndarray, str]:
+        """Returns the indices of the next `size` prompts, [N] i64, by the memory in `text`, and the memory after them.
 
-        `place`, numbers that no other batch of the run has, determines what is random.
+        `seeds`, numbers that no other batch of the run has, determine what is random.
         """
         raise NotImplementedError
 
-    def _first(self) -> str:
+    def _make_first(self) -> str:
         """Makes the first memory."""
         raise NotImplementedError
 
     @functools.cached_property
     def first(self) -> str:
         """The first memory, as text."""
-        return self._first()
+        return self._make_first()
 
     def read(self, text: str) -> Any:
         """Returns a copy of a memory."""
         return from_text(text or self.first)
 
-    def _check_places(self, name: str, indices: Any, size: int, rule: str, returned: Any) -> np.ndarray:
-        """Returns the places of a batch, [N] i64; UserError unless they are `size` different prompts."""
+    def _check_indices(self, name: str, indices: Any, size: int, rule: str, returned: Any) -> np.ndarray:
+        """Returns the indices of a batch, [N] i64; UserError unless they are `size` different prompts."""
         row_indices: np.ndarray = self._call(name, np.asarray, indices)
         if row_indices.dtype.kind not in "iu" or row_indices.shape != (size,) or len(set(row_indices.tolist())) < size:
             raise UserError(f"{self._label}: {name} must return {rule}, not {str(returned)[:99]}")
@@ -132,25 +132,25 @@ class Curriculum(Memory):
         for name in ("begin", "batch", "update"):
             if not callable(getattr(self._sampler, name, None)):
                 raise UserError(f"{self._label} has no method {name}; a class has begin, batch and update")
-        self.batch("", batch_size, place=())
+        self.batch("", batch_size, seeds=())
 
-    def _first(self) -> str:
+    def _make_first(self) -> str:
         return self._to_text("begin", self._call("begin", self._sampler.begin))
 
-    def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
-        """Calls the user's `batch`; returns the places of the next `size` prompts, [N] i64, and the next state."""
+    def batch(self, text: str, size: int, seeds: Sequence[int]) -> tuple[np.ndarray, str]:
+        """Calls the user's `batch`; returns the indices of the next `size` prompts, [N] i64, and the next state."""
         returned = self._call("batch", self._sampler.batch, self.read(text), size)
         indices, after = returned if isinstance(returned, tuple) and len(returned) == 2 else ((), None)
-        places = self._check_places("batch", indices, size, f"({size} different indices, state)", returned)
-        return places, self._to_text("batch", after)
+        checked = self._check_indices("batch", indices, size, f"({size} different indices, state)", returned)
+        return checked, self._to_text("batch", after)
 
     def update(self, text: str, prompts: Sequence[Prompt], rewards: Sequence[Reward]) -> str:
         """Returns the state after a batch, by the user's `update`; `rewards` has n consecutive ones per prompt."""
         n = len(rewards) // len(prompts)
         groups = [rewards[i : i + n] for i in range(0, len(rewards), n)]
         scores = [[r.score for r in group if r.unusable is None] for group in groups]
-        places = [self._index_of[prompt.uid] for prompt in prompts]
-        return self._to_text("update", self._call("update", self._sampler.update, self.read(text), places, scores))
+        indices = [self._index_of[prompt.uid] for prompt in prompts]
+        return self._to_text("update", self._call("update", self._sampler.update, self.read(text), indices, scores))
 
 
 class AlgorithmMemory(Memory):
@@ -176,23 +176,23 @@ class AlgorithmMemory(Memory):
         """Calls the functions for a first batch, to fail before anything starts; `names` are the columns read."""
         assert self.first
         if self.draws:
-            self.batch("", size, place=(0, 0, 0))
+            self.batch("", size, seeds=(0, 0, 0))
         if names:
             self.columns("", np.arange(min(size, len(self._prompts))), names)
 
-    def _first(self) -> str:
+    def _make_first(self) -> str:
         return self._to_text("init", None if self._init is None else self._call("init", self._init, self._prompts))
 
-    def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
-        """Calls the user's `prompts`; returns the places of the next `size` ones, [N] i64, and the unchanged memory."""
+    def batch(self, text: str, size: int, seeds: Sequence[int]) -> tuple[np.ndarray, str]:
+        """Calls the user's `prompts`; returns the next `size` indices, [N] i64, and the unchanged memory."""
         assert self._choose is not None
-        returned = self._call("prompts", self._choose, self.read(text), np.random.default_rng(list(place)), size)
-        return self._check_places("prompts", returned, size, f"{size} different places of prompts", returned), text
+        returned = self._call("prompts", self._choose, self.read(text), np.random.default_rng(list(seeds)), size)
+        return self._check_indices("prompts", returned, size, f"{size} different places of prompts", returned), text
 
-    def columns(self, text: str, places: np.ndarray, names: Sequence[str]) -> np.ndarray:
-        """Calls the user's `columns` for the prompts at `places` [N]; returns those of these names, [N, C] f32."""
+    def columns(self, text: str, indices: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """Calls the user's `columns` for the prompts at `indices` [N]; returns those of these names, [N, C] f32."""
         assert self._columns is not None
-        unique, inverse = np.unique(places, return_inverse=True)
+        unique, inverse = np.unique(indices, return_inverse=True)
         returned = self._call("columns", self._columns, self.read(text), unique.copy())
         if not isinstance(returned, Mapping):
             type_name = type(returned).__name__

@@ -67,8 +67,8 @@ def next_batch(
         cursor = dataclasses.replace(cursor, epoch=cursor.epoch + 1, index=0)
     if isinstance(order_of, Memory):
         if order_of.draws:
-            place = [seed, cursor.epoch, cursor.index]
-            indices, memory = order_of.batch(cursor.curriculum, batch_size, place)
+            seeds = [seed, cursor.epoch, cursor.index]
+            indices, memory = order_of.batch(cursor.curriculum, batch_size, seeds)
             return indices, Cursor(cursor.epoch, cursor.index + batch_size, curriculum=memory)
         order_of = order_of.order
     indices, sources = _draw_ordered(cursor, n, batch_size, seed=seed, shuffle=shuffle, parts=parts, order_of=order_of)

@@ -280,12 +280,12 @@ class _Worker:
         return reply["found"], reply["error"]
 
     def close(self) -> None:
-        """Ends the process."""
         with self._lock:
             if self._process is not None:
                 self._end()
 
     def _start(self) -> None:
+        """Starts the process that renders untrusted chat templates."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "jppo.data.template_worker"],
             stdin=subprocess.PIPE,

@@ -88,8 +88,8 @@ def account_of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.
         code=memory.generated_code_size_in_bytes,
         flops=program_costs.flops(program),
         hbm=sum(
-            times * program_costs.bytes_moved(program, place, instruction)
-            for place, instruction, times in program.executed()
+            times * program_costs.bytes_moved(program, position, instruction)
+            for position, instruction, times in program.executed()
         ),
         kernels=program_costs.kernels(program),
         collectives=tuple(schedule.find_collectives(program, sizes)),
@@ -154,15 +154,15 @@ def forecast_account(account: Account, machine: Machine, mesh: Any, useful: int 
     chip, devices = machine.chip, list(mesh.devices.flat)
     shares, program_share = chip.shares, chip.shares["program"].value
 
-    def kernel(step: Kernel) -> tuple[float, float]:
+    def kernel_times(step: Kernel) -> tuple[float, float]:
         products = sum(count / chip.peak(dtype) for dtype, count in step.flops)
         memory = step.bytes / chip.hbm / shares["memory"].value
         return products / shares[step.kind].value / program_share, memory / program_share
 
-    def exchange(collective: Collective) -> float:
+    def exchange_time(collective: Collective) -> float:
         return seconds_of(collective, machine, devices, reached=True)
 
-    clock = run_schedule(account.schedule, kernel, exchange)
+    clock = run_schedule(account.schedule, kernel_times, exchange_time)
     memory_s = account.hbm / chip.hbm / shares["memory"].value  # copies beside the kernels share the memory's rate
     bound_s = max(
         sum(count / chip.peak(dtype) for dtype, count in account.flops.items()),
@@ -174,7 +174,7 @@ def forecast_account(account: Account, machine: Machine, mesh: Any, useful: int 
         compute=clock.compute,
         hbm=max(clock.memory, memory_s - clock.compute),
         links=clock.waited,
-        sent=sum(collective.times * exchange(collective) for collective in account.collectives),
+        sent=sum(collective.times * exchange_time(collective) for collective in account.collectives),
         mfu=useful_s / bound_s if useful and bound_s else None,
     )
 
@@ -191,14 +191,14 @@ def seconds_of(collective: Collective, machine: Machine, devices: Sequence[Any],
     if collective.kind == "collective-permute":
         return collective.bytes / (network if groups > 1 else link)
     if collective.kind in ("all-to-all", "ragged-all-to-all"):
-        inside = collective.bytes * (members_inside - 1) / members / link
+        inside_s = collective.bytes * (members_inside - 1) / members / link
         if isinstance(chip, Tpu):  # each ring hop carries it: a quarter of gathering all of it
-            inside = collective.bytes * members_inside / 4 / link
-        return max(inside, collective.bytes * (members - members_inside) / members / network)
+            inside_s = collective.bytes * members_inside / 4 / link
+        return max(inside_s, collective.bytes * (members - members_inside) / members / network)
     passes = 2 if collective.kind == "all-reduce" else 1
-    inside = collective.bytes * (members_inside - 1) / members_inside / link
-    across = collective.bytes * (groups - 1) / groups / members_inside / network
-    return passes * max(inside, across)
+    inside_s = collective.bytes * (members_inside - 1) / members_inside / link
+    across_s = collective.bytes * (groups - 1) / groups / members_inside / network
+    return passes * max(inside_s, across_s)
 
 
 def _group_of(device: Any, chip: Any) -> int:

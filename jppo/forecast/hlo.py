@@ -138,9 +138,9 @@ class HloProgram:
     def _loop_bound(self, condition: str) -> int | None:
         """Returns the N of a loop's condition `i < N`, where i begins at 0; None for another condition."""
         lines = list(self.computations.get(condition, {}).values())
-        every = [*lines, *(inner for line in lines if line.opcode in WRAPPERS for inner in self.inside(line))]
-        limits = {int(v) for line in every if line.opcode == "constant" and (v := line.attribute(r"^(\d+)\)"))}
-        comparisons = [line for line in every if line.opcode == "compare"]
+        nested = [*lines, *(inner for line in lines if line.opcode in WRAPPERS for inner in self.inside(line))]
+        limits = {int(v) for line in nested if line.opcode == "constant" and (v := line.attribute(r"^(\d+)\)"))}
+        comparisons = [line for line in nested if line.opcode == "compare"]
         if len(comparisons) == 1 and len(limits) == 1 and "direction=LT" in comparisons[0].attributes:
             return limits.pop()
         return None
@@ -149,19 +149,19 @@ class HloProgram:
         """Counts the executions of each computation outside of fusions, with loops multiplied out."""
         times: collections.Counter[str] = collections.Counter()
 
-        def visit(name: str, count: int) -> None:
+        def add_executions(name: str, count: int) -> None:
             times[name] += count
             for instruction in self.computations[name].values():
                 if instruction.opcode == "while":
                     body = instruction.attribute(r"body=%?([\w.\-]+)")
                     if body in self.computations:
-                        visit(body, count * (self.trips(instruction) or 1))
+                        add_executions(body, count * (self.trips(instruction) or 1))
                 elif instruction.opcode in ("call", "conditional"):
                     for inner in instruction.called:  # all branches of a conditional count: an upper bound
                         if inner in self.computations:
-                            visit(inner, count)
+                            add_executions(inner, count)
 
-        visit(self.entry, 1)
+        add_executions(self.entry, 1)
         return dict(times)
 
 

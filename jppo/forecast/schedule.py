@@ -134,15 +134,15 @@ def _parse_iota(text: str, count: int) -> np.ndarray:
     return numbers.reshape(-1)
 
 
-def _parse_mesh_groups(mesh: str, devices: str | None, chosen: str) -> tuple[tuple[int, ...], ...]:
+def _parse_mesh_groups(mesh: str, devices: str | None, axes: str) -> tuple[tuple[int, ...], ...]:
     """Parses groups of devices in XLA's form `mesh['a'=4,'b'=2] {'a','b':(1)2}`, along axes or parts of them."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     parts = {name: [size] for name, size in sizes.items()}  # each axis, split where a part of it is chosen
     chosen_parts: list[tuple[str, int]] = []
-    for name, inner_size, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen):
+    for name, inner_size, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes):
         if inner_size:
-            first, width = int(inner_size), int(size)
-            parts[name] = [first, width, sizes[name] // first // width]
+            inner, width = int(inner_size), int(size)
+            parts[name] = [inner, width, sizes[name] // inner // width]
             chosen_parts.append((name, 1))
         else:
             chosen_parts.append((name, 0))

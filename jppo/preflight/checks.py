@@ -97,8 +97,8 @@ def dry_run_of_one_model(
     estimated, micro_batches = estimate(c, task)
     lines, times = describe(task, micro_batches)
 
-    def estimate_other(other: C) -> Estimate:
-        return estimate(other, prepare(other, request))[0]
+    def estimate_other(changed: C) -> Estimate:
+        return estimate(changed, prepare(changed, request))[0]
 
     executions = Executions(times | exchanges_of_step(estimated))
     text = preview.report_estimate(c, request, task.mesh, lines, estimated, executions, estimate_other)
@@ -231,10 +231,10 @@ def server_checks(run: RunInputs, stack: contextlib.ExitStack) -> list[Check]:
         stack.callback(engine.close)
         if run.inputs.agent is not None:
             stack.callback(run.inputs.agent.close)
-        opened = engine.ready(**speaking(run.inputs))
+        server = engine.ready(**speaking(run.inputs))
         if c.rollout.sleep_level:  # as a run's do, before the trainer's first array
-            opened.sleep()
-        return opened
+            server.sleep()
+        return server
 
     @functools.cache
     def learner() -> tuple[StepLearner, TrainState]:

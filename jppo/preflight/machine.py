@@ -254,7 +254,7 @@ def nearest_existing(folder: pathlib.Path) -> pathlib.Path:
 def check_writable(about: str, folder: pathlib.Path) -> Iterator[Finding]:
     """Checks that a file can be written to the folder; what it creates is removed."""
     folder = folder.absolute()
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".jppo-doctor-") as file:

@@ -196,7 +196,7 @@ def _slot_shapes(s: InprocessSettings) -> Any:
     """Returns the shapes of the engine's active rows."""
     empty, shardings = make_empty(s)
     return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(empty), shardings
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(empty), shardings
     )
 
 
@@ -205,5 +205,5 @@ def _weight_shapes(s: InprocessSettings, programs: Any, mesh: Any, param_dtype: 
     weights = state.abstract(state.model_weights(s.cfg, mesh, head="lm", param_dtype=param_dtype))
     built = programs.prepare.lower(weights).compile()
     return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), built.out_info, built.output_shardings
+        lambda x, split: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), built.out_info, built.output_shardings
     )

@@ -192,7 +192,7 @@ def capacity(c: Training, machine: Machine) -> tuple[int, str]:
 
 
 def described_budgets(c: Training, machine: Machine, estimate: Estimate) -> list[MemoryBudget]:
-    """Returns the budgets of a described machine's devices, and its host's needs."""
+    """Returns the memory budgets of a machine that is only described: of its devices, and its host's needs."""
     room, share = capacity(c, machine)
     reason = "" if estimate.server is not None and estimate.server.sleeps else f" ({share})"
     where = f"each of {machine.devices} {machine.chip.kind}{reason}"

@@ -373,8 +373,8 @@ def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     for row in rows:
         cells = [row[0].ljust(widths[0])]
         for i, cell in enumerate(row[1:], 1):
-            last = i == len(widths) - 1 and len(widths) > 4
-            cells.append(cell if last else cell.rjust(widths[i]))
+            is_last = i == len(widths) - 1 and len(widths) > 4
+            cells.append(cell if is_last else cell.rjust(widths[i]))
         lines.append("  ".join(cells).rstrip())
     indent = "" if rows[0][0].startswith(" ") else "  "
     return [indent + line for line in lines]

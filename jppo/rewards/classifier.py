@@ -131,11 +131,11 @@ def convert_weights(directory: pathlib.Path, *, python: str, cache: str = _CACHE
     try:
         program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.convert_worker"]
         env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
+        process = subprocess.run(
             [*program, str(directory), temporary, kind], env=env, capture_output=True, text=True, check=False
         )
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["it says nothing"])[-1][:300]
+        if process.returncode:
+            reason = (process.stderr.strip().splitlines() or ["it says nothing"])[-1][:300]
             raise model_error(str(directory), f"its weights cannot be converted to safetensors: {reason}")
         with contextlib.suppress(FileExistsError):  # another process was faster
             os.rename(temporary, target)
@@ -181,8 +181,8 @@ def without_padding(ids: Sequence[int], pad_token_id: int | None) -> list[int]:
 
     The score of a causal model does not depend on later tokens. If all tokens are padding, the first one counts.
     """
-    last = max((i for i, token in enumerate(ids) if token != pad_token_id), default=0)
-    return list(ids[: last + 1])
+    last_index = max((i for i, token in enumerate(ids) if token != pad_token_id), default=0)
+    return list(ids[: last_index + 1])
 
 
 def compiled_lengths(max_length: int) -> list[int]:
@@ -234,9 +234,9 @@ class JaxRewardModel:
         stripped_ids = [without_padding(sequence, self._pad_token_id) for sequence in ids]
         return [scores[-1] for scores in self._score_all(stripped_ids)]
 
-    def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score_at(self, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the log-odds of each text at its places, by a token classifier."""
-        return [[scores[k] for k in chosen] for scores, chosen in zip(self._score_all(ids), places, strict=True)]
+        return [[scores[k] for k in columns] for scores, columns in zip(self._score_all(ids), positions, strict=True)]
 
     def _score_all(self, ids: Sequence[Sequence[int]]) -> Iterator[list[float]]:
         """Scores any number of texts in batches; yields the scores of each one's tokens, or of its last one."""
@@ -268,13 +268,13 @@ class JaxRewardModel:
         return scores
 
 
-def _compute_scores(model: Decoder, steps: bool, params: Params, tokens: jax.Array, last: jax.Array) -> jax.Array:
-    """Returns [R, 1] f32: the score after the token at `last` [R] of each row of tokens [R, T]; with `steps` all."""
+def _compute_scores(model: Decoder, steps: bool, params: Params, tokens: jax.Array, last_index: jax.Array) -> jax.Array:
+    """Returns [R, 1] f32: the score after the token `last_index` [R] of each row [R, T]; with `steps` after all."""
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    segment = (position <= last[:, None]).astype(jnp.int32)
+    segment = (position <= last_index[:, None]).astype(jnp.int32)
     hidden: Any = model.apply({"params": params}, tokens, segment, position)
     if not steps:
-        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+        hidden = jnp.take_along_axis(hidden, last_index[:, None, None], axis=1)
     kernel, bias = params["score"]
     scores: jax.Array = heads.values(hidden, kernel) + bias
     return scores

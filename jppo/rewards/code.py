@@ -93,17 +93,17 @@ def code(
 def read_tests(ground_truth: str) -> Tests:
     """Parses the tests of a ground truth; raises ValueError if it has none."""
     text = ground_truth.strip()
-    shown = _shorten(text)
+    excerpt = _shorten(text)
     if not text.startswith(("[", "{")):
         if "assert" not in text:
-            raise ValueError(f"ground_truth={shown!r} has no tests: neither JSON nor assert statements")
-        return Tests(asserts=_require_asserts(text, shown))
+            raise ValueError(f"ground_truth={excerpt!r} has no tests: neither JSON nor assert statements")
+        return Tests(asserts=_require_asserts(text, excerpt))
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"ground_truth={shown!r} is not valid JSON: {e}") from e
+        raise ValueError(f"ground_truth={excerpt!r} is not valid JSON: {e}") from e
     if isinstance(rows, list) and rows and all(isinstance(row, str) for row in rows):
-        return Tests(asserts=_require_asserts("\n".join(rows), shown))
+        return Tests(asserts=_require_asserts("\n".join(rows), excerpt))
     as_two_lists = isinstance(rows, dict) and set(rows) == {"inputs", "outputs"}  # as verl's code data sets have them
     if as_two_lists and all(isinstance(part, list) for part in rows.values()):
         rows = [{"input": i, "output": o} for i, o in zip(rows["inputs"], rows["outputs"], strict=True)]
@@ -114,7 +114,7 @@ def read_tests(ground_truth: str) -> Tests:
         or not all(isinstance(entry.get("output"), str) for entry in rows)
     ):
         raise ValueError(
-            f"ground_truth={shown!r} must be a list, not empty, of {{input, output}} texts or of assert statements"
+            f"ground_truth={excerpt!r} must be a list, not empty, of {{input, output}} texts or of assert statements"
         )
     return Tests(io=tuple((row["input"], row["output"]) for row in rows))
 
@@ -200,14 +200,14 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-def _require_asserts(tests: str, shown: str) -> str:
+def _require_asserts(tests: str, excerpt: str) -> str:
     """Returns the tests unchanged; ValueError unless they are Python with an assert that runs."""
     try:
         tree = ast.parse(tests)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        raise ValueError(f"ground_truth={shown!r} is neither JSON nor Python: {e or 'it is nested too deep'}") from e
+        raise ValueError(f"ground_truth={excerpt!r} is neither JSON nor Python: {e or 'it is nested too deep'}") from e
     if not _has_asserts(tree):
-        raise ValueError(f"ground_truth={shown!r} has no assert that runs; give it assert statements")
+        raise ValueError(f"ground_truth={excerpt!r} has no assert that runs; give it assert statements")
     return tests
 
 

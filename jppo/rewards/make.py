@@ -154,11 +154,11 @@ def _estimator_parts(c: Settings) -> Iterator[tuple[str, str]]:
         yield f"algorithm.gdpo_reward_keys={a.gdpo_reward_keys!r}" if by_keys else estimate_setting(c), name
 
 
-def _unknown_part(setting: str, name: str, source: str, known: Sequence[str]) -> UserError:
+def _unknown_part(setting: str, name: str, source: str, names: Sequence[str]) -> UserError:
     """Returns the error for a setting that names a part or value which the source's reward lacks."""
     return UserError(
-        f"{setting}: {name!r} is no part of a reward, whose parts are {', '.join(known)} for data_source={source!r};"
-        f" name those{did_you_mean(name, known)}"
+        f"{setting}: {name!r} is no part of a reward, whose parts are {', '.join(names)} for data_source={source!r};"
+        f" name those{did_you_mean(name, names)}"
     )
 
 

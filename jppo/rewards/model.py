@@ -50,7 +50,7 @@ class Scorer(Protocol):
 class StepScorer(Scorer, Protocol):
     """A token classifier."""
 
-    def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score_at(self, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the log-odds of each text at its places."""
         ...
 
@@ -63,7 +63,7 @@ class Texts:
     """
 
     def __init__(self, tokenizer: Any, *, max_length: int):
-        """`tokenizer` is the reward model's own; over-long texts are truncated at their beginning."""
+        """Takes the reward model's own `tokenizer`; texts over `max_length` tokens lose their beginning."""
         if max_length < 1:
             raise UserError(f"reward.model.max_length={max_length} must be 1 or more")
         tokenizer.truncation_side = "left"
@@ -171,7 +171,7 @@ class ModelPart:
         clip: float | None = None,
         learn: bool = True,
     ):
-        """`clip` bounds the size of scores; without `learn` the normalizer is only read."""
+        """Takes the model and its input; `clip` bounds the scores; without `learn` the normalizer is only read."""
         self._model, self._texts = model, texts
         self._batch_size, self._normalizer, self._clip, self._learn = batch_size, normalizer, clip, learn
         self._lock = threading.Lock()
@@ -258,7 +258,7 @@ class ModelPart:
             with self._lock:
                 self._truncated_count += truncated
         try:
-            scores = self._score_inputs([read for _, read in inputs]) if inputs else []
+            scores = self._score_inputs([each_input for _, each_input in inputs]) if inputs else []
             if len(scores) != len(inputs):
                 raise ScoringError(f"the reward model gave {len(scores)} scores for {len(inputs)} texts")
         except Exception as e:  # an exception is an error of every sample in the batch
@@ -315,7 +315,7 @@ class MarkedSteps:
     """The steps of a response as the model reads them, each followed by the mark."""
 
     ids: list[int]
-    places: list[int]  # among the ids: the last token of each step's mark
+    positions: list[int]  # among the ids: the last token of each step's mark
     earn_at: list[int]  # tokens of the response that end its steps; none for a text without tokens
 
 
@@ -339,7 +339,7 @@ class StepPart(ModelPart):
         mark: str,
         decode: Callable[[list[int]], str],
     ):
-        """`decode` is the policy's tokenizer; `mark` follows each step in the model's input."""
+        """`mark` follows each step in the model's input, split at `delimiter`; `decode` is the policy's tokenizer's."""
         super().__init__(model, texts, batch_size=batch_size)
         self._step_model, self._decode = model, decode
         self._aggregate, self._delimiter, self._mark = _AGGREGATIONS[aggregation], delimiter, mark
@@ -353,17 +353,17 @@ class StepPart(ModelPart):
         steps = [piece for piece in sample.text.split(self._delimiter) if piece.strip()]
         tokens = [] if sample.tokens is None else sample.tokens.tolist()
         end_amounts = tuple((end, 0.0) for end in step_ends(sample.text, self._delimiter))
-        ids, mark_places, truncated = self._texts.read_marked(sample, [piece + self._mark for piece in steps])
+        ids, mark_positions, truncated = self._texts.read_marked(sample, [piece + self._mark for piece in steps])
         end_tokens = [token for token, _ in at_characters(end_amounts, tokens, self._decode)]
-        return MarkedSteps(ids, mark_places, end_tokens), truncated
+        return MarkedSteps(ids, mark_positions, end_tokens), truncated
 
     def _score_inputs(self, inputs: Sequence[MarkedSteps]) -> list[list[float]]:
-        return self._step_model.score_at([marked.ids for marked in inputs], [marked.places for marked in inputs])
+        return self._step_model.score_at([steps.ids for steps in inputs], [steps.positions for steps in inputs])
 
     def _finish_score(self, future: Future[Reward], steps: MarkedSteps, log_odds: Any) -> None:
         """Resolves the future by the log-odds of the steps: each earns its change of the aggregate."""
-        if len(log_odds) != len(steps.places):
-            reward = failed(f"the reward model gave {len(log_odds)} scores for {len(steps.places)} steps")
+        if len(log_odds) != len(steps.positions):
+            reward = failed(f"the reward model gave {len(log_odds)} scores for {len(steps.positions)} steps")
         elif not all(map(math.isfinite, log_odds)):
             reward = failed(f"the reward model's scores of the steps are {log_odds}; they must be finite numbers")
         else:

@@ -93,8 +93,8 @@ class _ScorerProcess:
         with open(self._log, "rb") as file:
             file.seek(self._log_start)
             lines = file.read().decode(errors="replace").splitlines()
-        last = [line[:300] for line in lines if line.strip()][-_LOG_LINES:]
-        return "\n  ".join([f"{self._log} says:", *last])
+        last_lines = [line[:300] for line in lines if line.strip()][-_LOG_LINES:]
+        return "\n  ".join([f"{self._log} says:", *last_lines])
 
 
 class _NoReply(Exception):
@@ -134,9 +134,9 @@ class TransformersRewardModel(_ScorerProcess):
         """Returns the score logit of each token sequence."""
         return self._request_scores(ids=ids)
 
-    def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score_at(self, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the log-odds of each text at its places, by a token classifier."""
-        return self._request_scores(ids=ids, places=places)
+        return self._request_scores(ids=ids, places=positions)
 
     def _request_scores(self, **arrays: Sequence[Sequence[int]]) -> list[Any]:
         """Sends arrays of a batch by name and returns the scores; ScoringError if the process fails."""

@@ -166,11 +166,11 @@ class Prepared(NamedTuple):
 
 def prepare_target(target: Sequence[str]) -> Prepared:
     """Imports, compiles or loads a target, so that it can score samples; ValueError with a readable reason."""
-    kind, *rest = target
+    kind, *arguments = target
     makers: dict[str, Callable[..., Prepared]]
     makers = {"rule": _prepare_rule, "code": _prepare_code, "program": _prepare_program}
     makers |= {"format": _prepare_format, "function": _prepare_function}
-    return makers[kind](*rest)
+    return makers[kind](*arguments)
 
 
 _LOADERS = tuple(map(os.path.dirname, (__file__, user_files.__file__, importlib.__file__)))  # of a user's file

@@ -210,8 +210,8 @@ def _number_verdict(answer: str | None, ground_truth: str) -> Verdict:
 
 def _canonical(number: decimal.Decimal) -> str:
     """Returns a number's only spelling, without rounding: the same for 18, 18.0 and 018."""
-    whole, _, fraction = f"{abs(number) if number == 0 else number:f}".partition(".")
-    return f"{whole}.{fraction.rstrip('0')}".rstrip(".")
+    integer, _, fraction = f"{abs(number) if number == 0 else number:f}".partition(".")
+    return f"{integer}.{fraction.rstrip('0')}".rstrip(".")
 
 
 def _number(text: str) -> decimal.Decimal | None:

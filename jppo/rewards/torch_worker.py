@@ -89,11 +89,11 @@ def score(model: Any, ids: list[list[int]]) -> list[float]:
     return scores
 
 
-def score_at(model: Any, ids: list[list[int]], places: list[list[int]]) -> list[list[float]]:
+def score_at(model: Any, ids: list[list[int]], positions: list[list[int]]) -> list[list[float]]:
     """Returns the log-odds of each sequence at its places: its logit, or of two labels the difference."""
     logits = _logits(model, ids)  # [texts, tokens, labels]
     odds = logits[..., -1] - (logits[..., 0] if logits.shape[-1] == 2 else 0)
-    return [odds[i, chosen].tolist() for i, chosen in enumerate(places)]
+    return [odds[i, columns].tolist() for i, columns in enumerate(positions)]
 
 
 def _logits(model: Any, ids: list[list[int]]) -> Any:

@@ -89,8 +89,8 @@ class Checkpoints:
         leaves = checkpoint_arrays.named_leaves(state)
         arrays = {name: checkpoint_arrays.as_numbers(leaf) for name, leaf in leaves}
         checks = checkpoint_arrays.examine(arrays)
-        if odd := [name for name, (finite, _) in checks.items() if not finite]:
-            raise NonFinite(f"{odd[0]} has values that are not finite numbers, one of {len(odd)} such arrays")
+        if faulty := [name for name, (finite, _) in checks.items() if not finite]:
+            raise NonFinite(f"{faulty[0]} has values that are not finite numbers, one of {len(faulty)} such arrays")
         self._move_aside(step)
         table = {name: checkpoint_arrays.description(leaf, checks[name][1]) for name, leaf in leaves}
         content = {"step": step, "meta": meta, "arrays": table}

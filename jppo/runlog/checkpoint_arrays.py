@@ -70,9 +70,9 @@ def _check_structure(path: pathlib.Path, saved: dict[str, Any], expected: dict[s
         side = "the checkpoint only" if name in saved else "the model or optimizer of this run only"
         raise UserError(f"{path} does not fit this run: {name} is in {side}; {remedy}")
     for name, leaf in expected.items():
-        now, stored = _describe(leaf), {key: saved[name][key] for key in ("shape", "dtype")}
-        if now != stored:
-            raise UserError(f"{path} does not fit this run: {name} was saved as {stored}, now it is {now}; {remedy}")
+        form, stored = _describe(leaf), {key: saved[name][key] for key in ("shape", "dtype")}
+        if form != stored:
+            raise UserError(f"{path} does not fit this run: {name} was saved as {stored}, now it is {form}; {remedy}")
 
 
 def checksum_of_all(tree: Any) -> int:

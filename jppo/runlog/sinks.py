@@ -88,7 +88,7 @@ class Exporter(Collector):
         self._warnings[alert.name] += 1
 
     def close(self, *, failed: bool) -> None:
-        """Ends the server."""
+        """Ends the server that Prometheus reads."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -142,8 +142,8 @@ def _markdown(rows: Rows) -> str:
 
     def cell(value: Any) -> str:
         text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        marked = re.sub(r"([\\`*_{}\[\]()#+.!|~$-])", r"\\\1", text)
-        return html.escape(marked, quote=False).replace("\n", "<br>").replace("\r", "")
+        escaped = re.sub(r"([\\`*_{}\[\]()#+.!|~$-])", r"\\\1", text)
+        return html.escape(escaped, quote=False).replace("\n", "<br>").replace("\r", "")
 
     columns = ("prompt", "response", "ground_truth", "score", "error")
     lines = [columns, ["---"] * len(columns), *([cell(row[name]) for name in columns] for row in rows)]

@@ -42,7 +42,7 @@ def key_of(short: str) -> str:
 
 
 def same(key: str, setting: str, default: Any = None, convert: str = "as_is", why: str = "", only: str = "") -> KeyRow:
-    """Makes the row of a key with a counterpart in jppo; `default` may be '=KEY', with a short key."""
+    """Makes the row of a verl key whose counterpart in jppo is `setting`; `default` may be '=KEY', with a short key."""
     if isinstance(default, str) and default.startswith("="):
         default = f"={key_of(default[1:])}"
     return KeyRow(key_of(key), "same", setting, convert, default, why, only=key_of(only))
@@ -59,7 +59,7 @@ def missing(why: str, keys: str, off: tuple[object, ...] = (), only: str = "") -
 
 
 def _keys(words: str) -> list[str]:
-    """Splits short keys at blanks; BOTH is the policy's model and the critic's."""
+    """Spells out the short keys of a text, which blanks separate; BOTH.x is the policy's model and the critic's."""
     keys = []
     for word in words.split():
         section, _, ending = word.partition(".")

@@ -139,8 +139,8 @@ def _scored_length(get: GetKey) -> int | None:
     return longest_sequence(get) if reward_model(get) and not get("RM.max_length") else None
 
 
-def _by_policy(place: str, name: str) -> Callable[[GetKey], Any]:
-    return lambda get: True if get(f"{place}.offload_policy") and get(f"{place}.{name}") is not True else None
+def _by_policy(section: str, name: str) -> Callable[[GetKey], Any]:
+    return lambda get: True if get(f"{section}.offload_policy") and get(f"{section}.{name}") is not True else None
 
 
 _MESH = (
@@ -247,6 +247,7 @@ def _lines_by_reason(kind: str) -> Iterator[str]:
 
 
 def _item(text: str) -> str:
+    """Formats an item of a Markdown list, in lines of at most 120 characters."""
     text = text.replace("``", "`''`")
     return textwrap.fill(
         text, 120, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False

@@ -45,14 +45,14 @@ def find_trainer(call: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
     """Returns the trainer's main module that a command starts, and its arguments; None for other commands."""
     for i, word in enumerate(call):
         name = call[i + 1] if word == "-m" and i + 1 < len(call) else word if word.endswith(".py") else ""
-        rest = tuple(call[i + (2 if word == "-m" else 1) :])
+        arguments = tuple(call[i + (2 if word == "-m" else 1) :])
         main = name.removesuffix(".py").removeprefix("./").replace("/", ".").strip(".")
         if (
             name
             and _MAIN.search(main)
-            and (any(map(OVERRIDE.match, rest)) or main.startswith(("verl.trainer", "recipe.")))
+            and (any(map(OVERRIDE.match, arguments)) or main.startswith(("verl.trainer", "recipe.")))
         ):
-            return main, rest
+            return main, arguments
         if name:
             return None
     return None
@@ -79,8 +79,8 @@ def read_script(path: str, arguments: Sequence[str], environment: Mapping[str, s
         raise UserError(f"{path}: it asks for input; write the answers in the script")
     if not trainers:
         lines = [line.strip() for line in run.printed.splitlines() if line.strip() and not _NOISE.match(line)]
-        ended = f", {run.why}" if run.why else f" and ends with exit code {run.status}" if run.status else ""
-        raise UserError(f"{path}: under bash it starts no trainer of verl's{ended}{f': {lines[-1]}' if lines else ''}")
+        ending = f", {run.why}" if run.why else f" and ends with exit code {run.status}" if run.status else ""
+        raise UserError(f"{path}: under bash it starts no trainer of verl's{ending}{f': {lines[-1]}' if lines else ''}")
     if len(trainers) > 1:
         mains = ", ".join(trainer[0] for trainer in trainers[:4])
         raise UserError(f"{path}: it starts {len(trainers)} trainers ({mains}); leave one of them")

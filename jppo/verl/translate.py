@@ -97,14 +97,14 @@ def translate(
             # A fault of the value is in the line of the key.
             with contextlib.suppress(Needless, Unsupported, TypeError, ValueError, ZeroDivisionError):
                 settings[name.setting] = CONVERSIONS[name.convert](get(name.key), get)
-    given = set()
+    changed = set()
     for key, value in values.items():
         line, setting, converted = _account(key, value, text_of[key] or f"{key}={value}", get)
         if text_of[key]:
             lines.append(line)
         if setting:
             settings[setting] = converted
-            given.add(setting)
+            changed.add(setting)
     tools = key_of("TURNS.tool_config_path")
     if names := _foreign_tools(settings.get("rollout.multi_turn.tool_config_path", "")):
         lines.append(
@@ -113,7 +113,7 @@ def translate(
     decides = {key for key, (_, keys, _) in FOLLOWING.items() if any(key_of(short) in values for short in keys.split())}
     settings = without_server_settings(settings | _following(get, FOLLOWING.keys() if config is None else decides))
     notes = list(_notes(values, get)) if config is None else []
-    return Translation(settings, frozenset(given), tuple(lines), tuple(notes))
+    return Translation(settings, frozenset(changed), tuple(lines), tuple(notes))
 
 
 def _following(get: GetKey, names: Collection[str]) -> dict[str, Any]:
@@ -354,9 +354,9 @@ def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) ->
     defaults += "".join(text for choice, text in _OF_CHOICE.items() if choice in words)
     default = lengths + [word for word in defaults.split() if word.partition("=")[0] not in given_values]
     translation = translate([*default, *ungrouped], main=main, root=root, folder=folder, rename=rename)
-    known = table.by_name(sft_default())
+    names = table.by_name(sft_default())
     values = {_sft_name(name): value for name, value in translation.settings.items()}
-    lines = [_sft_line(line, known) for line in translation.lines if line.text not in default or line.kind == "missing"]
+    lines = [_sft_line(line, names) for line in translation.lines if line.text not in default or line.kind == "missing"]
     if chats:  # without pairs of texts
         values = {name: value for name, value in values.items() if name not in ("data.prompt_key", "data.response_key")}
     else:
@@ -364,7 +364,7 @@ def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) ->
     values["data.learn_turns"] = "all" if chats else "last"
     return dataclasses.replace(
         translation,
-        settings={name: value for name, value in values.items() if name in known},
+        settings={name: value for name, value in values.items() if name in names},
         overridden=frozenset(_sft_name(name) for name in translation.overridden),
         lines=tuple(lines),
         notes=(),

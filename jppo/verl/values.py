@@ -40,7 +40,7 @@ _ENGINES = {"sglang_async": "sglang", "vllm_async": "vllm", "hf": "inprocess"}
 
 
 def engine(value: str, get: GetKey) -> str:
-    """Returns `rollout.name`; Unsupported where vLLM is to sample in its place."""
+    """Returns jppo's engine, `rollout.name`, for verl's; Unsupported where vLLM is to sample in its place."""
     name = _ENGINES.get(value, value)
     if reason := _why_vllm(name, get):
         raise Unsupported(f"vllm is taken{reason}")
@@ -123,7 +123,7 @@ def has_tools(get: GetKey) -> bool:
 
 
 def group(value: int, get: GetKey) -> int:
-    """Returns `rollout.tensor_model_parallel_size`; Unsupported for more devices than a host samples with."""
+    """Returns the devices of a server; Unsupported for more than a host samples with."""
     if value > derived.server_devices(get):
         raise Unsupported(f"a server is on one host: rollout.tensor_model_parallel_size={derived.server_devices(get)}")
     return value
@@ -196,8 +196,8 @@ def modules(value: Any, _: GetKey) -> str:
 
 def optimizer(value: str, _: GetKey) -> str:
     """Returns `actor.optimizer` or `critic.optimizer`; Unsupported for one that jppo lacks."""
-    others = ("adam", "_adamw", "fusedadam")  # FusedAdam is Transformer Engine's, with decoupled weight decay
-    name = "adamw" if value.lower() in others else value.lower()
+    adams = ("adam", "_adamw", "fusedadam")  # FusedAdam is Transformer Engine's, with decoupled weight decay
+    name = "adamw" if value.lower() in adams else value.lower()
     if value == "Adam" or name not in ("adamw", "sgd", "muon", "adafactor", "lion"):
         raise Unsupported(
             "adamw, muon, adafactor, lion and sgd are there, with decoupled weight decay; or PATH.py:NAME"
