@@ -41,9 +41,9 @@ def export(args: argparse.Namespace) -> list[str]:
     place = trained_model.find_checkpoint(args.path, step=args.step, best=args.best)
     run = trained_model.run_of(place)
     if trained_model.is_checkpoint(place):
-        policy = trained_model.of_checkpoint(place, base=args.base, merge=args.merge_lora, dtype=args.dtype)
+        policy = trained_model.policy_of_checkpoint(place, base=args.base, merge=args.merge_lora, dtype=args.dtype)
     else:
-        policy = trained_model.of_folder(place, merge=args.merge_lora, dtype=args.dtype)
+        policy = trained_model.policy_of_folder(place, merge=args.merge_lora, dtype=args.dtype)
     if policy.kind == "adapter" and args.dtype:
         raise UserError(f"--dtype={args.dtype}: adapters are float32; add --merge_lora to get a whole model in another")
     try:

@@ -23,7 +23,7 @@ from jppo.preflight.programs import Estimate, Executions, exchanges_of_step
 from jppo.rollout.make import make_publish_settings, open_engine, published_dtype, share_gpu, with_servers
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run import agreement
-from jppo.run.inputs import Inputs, read_inputs, require_reward, speaking
+from jppo.run.inputs import Inputs, engine_arguments, read_inputs, require_reward
 from jppo.run.supervised import Task
 from jppo.settings import Settings, Supervised, Training
 from jppo.settings.rules_rollout import publish_via
@@ -230,7 +230,7 @@ def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
         stack.callback(engine.close)
         if read.inputs.agent is not None:
             stack.callback(read.inputs.agent.close)
-        opened = engine.ready(**speaking(read.inputs))
+        opened = engine.ready(**engine_arguments(read.inputs))
         if c.rollout.sleep_level:  # as a run's do, before the trainer's first array
             opened.sleep()
         return opened

@@ -33,7 +33,7 @@ class Inputs(ModelConfigs):
     sources: tuple[str, ...]  # data_source of every row
     agent: Agent | None = None  # None: single-turn
 
-    def graded(self) -> dict[str, Any]:
+    def reward_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `make_reward_sum`."""
         return dict(tokenizer=self.tokenizer, sources=self.sources, tool_rewards=_tool_rewards(self.agent))
 
@@ -55,8 +55,8 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     check_stop_texts(tokenizer, c.rollout.stop_texts)
     end_tokens = end_token_ids(c.model.path, tokenizer)
     agent = make_agent(c, tokenizer, end_tokens)
-    arguments = dict[str, Any](max_samples=c.data.train_max_samples) | _reading(c, tokenizer, agent)
-    prompts = _with_messages(c, read_prompts(c.data.train_files, **arguments))
+    arguments = dict[str, Any](max_samples=c.data.train_max_samples) | _prompt_arguments(c, tokenizer, agent)
+    prompts = _require_messages(c, read_prompts(c.data.train_files, **arguments))
     train = mixture(prompts, c.data.mix, batch_size=prompts_per_batch(c))
     if c.data.gen_batch_size is not None and c.data.gen_batch_size > len(train.prompts):
         raise UserError(
@@ -105,13 +105,14 @@ def _with_memory(c: Settings, train: PromptSet) -> PromptSet:
 
 
 def _require_teachers(url: str, sources: Set[str]) -> None:
+    """Raises UserError unless the addresses by data source in `ref.url` are those of the training data."""
     teachers = set(by_source(url))
     if teachers <= {""}:
         return
-    if missing := sources - teachers:
+    if lacking := sources - teachers:
         raise UserError(
-            f"ref.url has no address for data_source={min(missing)!r} of the training rows, only for"
-            f" {', '.join(sorted(teachers))}; add {min(missing)}=ADDRESS"
+            f"ref.url has no address for data_source={min(lacking)!r} of the training rows, only for"
+            f" {', '.join(sorted(teachers))}; add {min(lacking)}=ADDRESS"
         )
     if unused := teachers - sources:
         raise UserError(
@@ -150,7 +151,7 @@ def read_test(c: Settings) -> Inputs:
 def _read_val(c: Settings, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
     """Reads the validation prompts."""
     arguments = dict[str, Any](max_samples=c.data.val_max_samples, setting="data.val_files")
-    return _with_messages(c, read_prompts(c.data.val_files, **arguments, **_reading(c, tokenizer, agent)))
+    return _require_messages(c, read_prompts(c.data.val_files, **arguments, **_prompt_arguments(c, tokenizer, agent)))
 
 
 def describe_decoding(policy: ModelConfig) -> str | None:
@@ -160,7 +161,7 @@ def describe_decoding(policy: ModelConfig) -> str | None:
     return f"{policy.quantization} tensors of the checkpoint are read as bfloat16; no publish or export is quantised"
 
 
-def speaking(inputs: Inputs) -> dict[str, Any]:
+def engine_arguments(inputs: Inputs) -> dict[str, Any]:
     """Returns the engine's arguments for responses: end tokens, decoder and turn loop."""
     arguments = dict(eos_token_ids=inputs.end_tokens, decode=functools.partial(decode, inputs.tokenizer))
     return arguments if inputs.agent is None else arguments | {"talk": inputs.agent.talk}
@@ -170,8 +171,8 @@ def _tool_rewards(agent: Agent | None) -> bool:
     return agent is not None and agent.toolbox.rewards
 
 
-def _reading(c: Settings, tokenizer: Any, agent: Agent | None) -> dict[str, Any]:
-    """Returns the arguments that read either prompt set."""
+def _prompt_arguments(c: Settings, tokenizer: Any, agent: Agent | None) -> dict[str, Any]:
+    """Returns the arguments of `read_prompts` for the training and the validation set."""
     return dict(
         tokenizer=tokenizer,
         max_prompt_length=c.data.max_prompt_length,
@@ -187,8 +188,8 @@ def _reading(c: Settings, tokenizer: Any, agent: Agent | None) -> dict[str, Any]
     )
 
 
-def _with_messages(c: Settings, prompts: PromptSet) -> PromptSet:
-    """Returns the prompts; UserError if a conversation by the chat template begins with a text."""
+def _require_messages(c: Settings, prompts: PromptSet) -> PromptSet:
+    """Returns the prompts; raises UserError for a text where the chat template renders conversations."""
     m = c.rollout.multi_turn
     text = next((prompt for prompt in prompts.prompts if isinstance(prompt.messages, str)), None)
     if text is not None and m.enable and m.format != "plain":
@@ -226,18 +227,18 @@ def read_tokenizer(c: Common, *models: ModelConfig) -> Any:
                 f"{c.model.path}: the tokenizer has {len(tokenizer)} tokens, the embedding of a model that reads them"
                 f" vocab_size={model.vocab_size}; use the tokenizer that the model was made with"
             )
-        given = c.model.max_position_embeddings
-        scaled = min((kind.rotary.longest or math.inf for kind in model.kinds), default=math.inf)
-        if given > scaled:
+        configured = c.model.max_position_embeddings
+        rope_limit = min((kind.rotary.longest or math.inf for kind in model.kinds), default=math.inf)
+        if configured > rope_limit:
             raise UserError(
-                f"model.max_position_embeddings={given} must be at most {scaled}, the context of the model's rope"
-                " scaling; lower it"
+                f"model.max_position_embeddings={configured} must be at most {rope_limit}, the context of the model's"
+                " rope scaling; lower it"
             )
-        bound = given if given > 0 else model.max_position_embeddings
-        if longest > bound:
+        context = configured if configured > 0 else model.max_position_embeddings
+        if longest > context:
             raise UserError(
                 f"data.max_prompt_length+data.max_response_length={longest} must be within the model's"
-                f" max_position_embeddings={bound}; lower one of them, or raise model.max_position_embeddings"
+                f" max_position_embeddings={context}; lower one of them, or raise model.max_position_embeddings"
             )
     return tokenizer
 
@@ -247,10 +248,10 @@ def _check_reference_tokens(path: str, tokenizer: Any) -> None:
     local = expanded(path)
     if local.is_dir() and not any((local / name).is_file() for name in FILES):
         return
-    theirs = load_tokenizer(path).get_vocab()
+    reference_ids = load_tokenizer(path).get_vocab()
     for token, number in tokenizer.get_vocab().items():
-        if theirs.get(token, number) != number:
+        if reference_ids.get(token, number) != number:
             raise UserError(
                 f"ref.path={path}: a reference reads the policy's token ids, and its tokenizer gives {token!r} the id"
-                f" {theirs[token]} in place of {number}; use a model with the policy's tokenizer"
+                f" {reference_ids[token]} in place of {number}; use a model with the policy's tokenizer"
             )
