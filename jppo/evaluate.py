@@ -30,8 +30,8 @@ from jppo.rollout.make import open_engine, share_gpu, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_checkpoint
 from jppo.run import validation
-from jppo.run.inputs import Inputs, read_test, speaking
-from jppo.run.validation import Tested
+from jppo.run.inputs import Inputs, engine_arguments, read_test
+from jppo.run.validation import TestResult
 from jppo.runlog import durable_files
 from jppo.runlog.console import Display
 from jppo.runlog.durable_files import own
@@ -77,7 +77,7 @@ def _evaluate(c: Settings, console: rich.console.Console) -> bool:
         mesh = make_mesh(c)
         process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
         c = with_servers(c, mesh)
-        reward_sum = make_reward_sum(c, mesh, **inputs.graded())
+        reward_sum = make_reward_sum(c, mesh, **inputs.reward_arguments())
         stack.callback(reward_sum.close)
         engine = open_engine(c, out)
         stack.callback(engine.close)
@@ -86,7 +86,7 @@ def _evaluate(c: Settings, console: rich.console.Console) -> bool:
         stack.enter_context(Display(timer := Timers()))
         with timer("start"):
             timer.part("waiting for the sampler")
-            sampler = engine.ready(**speaking(inputs))
+            sampler = engine.ready(**engine_arguments(inputs))
             timer.part("the first publish")
             publish_checkpoint(c.model.path, sampler, inputs.policy, mesh, param_dtype=c.model.param_dtype)
             reward_sum.ready()
@@ -103,8 +103,8 @@ def _evaluate(c: Settings, console: rich.console.Console) -> bool:
         rows = write_samples_file(out, "test", validation.rows(tested))
         summary = json_summary(c, inputs, tested) | {"seconds": round(time.monotonic() - start, 1)}
         durable_files.write_text(out / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
-        for row in validation.shown_answer(tested, c.trainer.log_val_generations):
-            console.print(validation.line(row), markup=False, highlight=False, soft_wrap=True)
+        for row in validation.first_responses(tested, c.trainer.log_val_generations):
+            console.print(validation.format_row(row), markup=False, highlight=False, soft_wrap=True)
         console.print(score_table(validation.summaries(tested), sampling.n))
         for line in notes(summary):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -123,7 +123,7 @@ def introduce(c: Settings, inputs: Inputs) -> str:
     )
 
 
-def json_summary(c: Settings, inputs: Inputs, tested: Tested) -> dict[str, Any]:
+def json_summary(c: Settings, inputs: Inputs, tested: TestResult) -> dict[str, Any]:
     """Returns the content of summary.json; missing numbers are null."""
     metrics = validation.metrics(tested)
     return {

@@ -38,12 +38,12 @@ def export(args: argparse.Namespace) -> list[str]:
     if args.push:
         require_hub(args.push)
     require_free(args.out)
-    source = trained_model.find_checkpoint(args.path, step=args.step, best=args.best)
-    run = trained_model.run_of(source)
-    if trained_model.is_checkpoint(source):
-        policy = trained_model.of_checkpoint(source, base=args.base, merge=args.merge_lora, dtype=args.dtype)
+    place = trained_model.find_checkpoint(args.path, step=args.step, best=args.best)
+    run = trained_model.run_of(place)
+    if trained_model.is_checkpoint(place):
+        policy = trained_model.policy_of_checkpoint(place, base=args.base, merge=args.merge_lora, dtype=args.dtype)
     else:
-        policy = trained_model.of_folder(source, merge=args.merge_lora, dtype=args.dtype)
+        policy = trained_model.policy_of_folder(place, merge=args.merge_lora, dtype=args.dtype)
     if policy.kind == "adapter" and args.dtype:
         raise UserError(f"--dtype={args.dtype}: adapters are float32; add --merge_lora to get a whole model in another")
     try:
@@ -57,7 +57,7 @@ def export(args: argparse.Namespace) -> list[str]:
         raise UserError(
             f"--out={args.out} cannot be written: {e.strerror or e}; use another folder, or make room"
         ) from e
-    lines = [f"from              {source}", f"{policy.kind:<17} {args.out}, {policy.dtype}"]
+    lines = [f"from              {place}", f"{policy.kind:<17} {args.out}, {policy.dtype}"]
     lines += [f"the card lacks    {note}" for note in notes]
     if args.push:
         lines.append(f"pushed to         {push(args.out, args.push)}")

@@ -40,7 +40,7 @@ from jppo.run.trained_model import export_policy, write_model
 from jppo.run.validation import validate
 from jppo.runlog.logger import print_summary
 from jppo.runlog.trajectories import unanswered
-from jppo.samples.given import of_policy
+from jppo.samples.given import mark_given_unusable
 from jppo.samples.make import mark_stale
 from jppo.samples.queue import StepSamples
 from jppo.settings import Settings
@@ -64,25 +64,24 @@ def ppo_step(run: Run, now: TrainState) -> Step:
     learner, timer, version = run.learner, run.timer, int(now.step)
     with timer("gen"):  # y ~ π(· | x)
         timer.watch(functools.partial(run.supply.progress, version))
-        drawn = run.supply.take(version)
+        samples = run.supply.take(version)
         run.sampler.sleep()
     with timer("reward"):  # s(x, y), whose grading began with the first response
-        graded, baseline = drawn.wait_for_rewards()
-    episodes, of_samples = gather_episodes(run, drawn, graded, baseline, version)
+        rewards, baseline = samples.wait_for_rewards()
+    episodes, episode_metrics = gather_episodes(run, samples, rewards, baseline, version)
     data = make_batch(run, episodes)  # [B, L]
-    micros = batch.pack_micros(
-        data, episodes.trajectories, plan=learner.plan, mesh=learner.mesh
-    )  # to score; `learn` cuts
+    micros = batch.pack_micros(data, episodes.trajectories, plan=learner.plan, mesh=learner.mesh)  # for scoring only
     data = ppo.score_batch(learner, now, data, micros, timer)  # log π_old, log π_ref, V
-    data, of_servers = add_served_reference(run, data, episodes)
+    data, server_metrics = add_served_reference(run, data, episodes)
     with timer("adv"):  # r = s - β KL, A, R
-        data, of_advantages = ppo.with_advantages(learner.passes, data, now.kl_coef, learner.mesh, now.value_norm)
-    record_tokens(run, version + 1, data, drawn.trajectories, now.value_norm)
-    run.match.require(of_advantages, data, micros, episodes.trajectories)  # the engine sampled from the policy
-    before = join_stages(of_samples, of_advantages, of_servers)
-    cursor, heard = call_host_functions(run, version + 1, drawn, graded, data, before)  # its errors leave `now` whole
-    now, of_update = ppo.learn(learner, now, data, episodes.trajectories, timer, after_actor=run.publisher.begin)
-    metrics = join_stages(of_update, before, heard)
+        data, advantage_metrics = ppo.with_advantages(learner.passes, data, now.kl_coef, learner.mesh, now.value_norm)
+    record_tokens(run, version + 1, data, samples.trajectories, now.value_norm)
+    run.match.require(advantage_metrics, data, micros, episodes.trajectories)  # the engine sampled from the policy
+    so_far = join_stages(episode_metrics, advantage_metrics, server_metrics)
+    # Before `now` changes: an error of a user's function leaves the state as it was.
+    cursor, user_metrics = call_host_functions(run, version + 1, samples, rewards, data, so_far)
+    now, update_metrics = ppo.learn(learner, now, data, episodes.trajectories, timer, after_actor=run.publisher.begin)
+    metrics = join_stages(update_metrics, so_far, user_metrics)
     metrics["actor/reward_kl_penalty_coeff"] = float(now.kl_coef)
     now = end_step(run, now, data, episodes, metrics)
     mfu = utilisation(
@@ -92,7 +91,7 @@ def ppo_step(run: Run, now: TrainState) -> Step:
 
 
 def end_step(run: Run, now: TrainState, data: Batch, episodes: Episodes, metrics: dict[str, float]) -> TrainState:
-    """Returns the state after the updates of a step; the batch of a skipped one is written to a file."""
+    """Returns the state after the updates of a step; if one was skipped, writes its batch to a file in bad_steps/."""
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
         run.logger.arrays(f"step_{int(now.step) + 1}", batch.arrays(data, episodes.trajectories))
@@ -107,22 +106,26 @@ def end_step(run: Run, now: TrainState, data: Batch, episodes: Episodes, metrics
 
 
 def gather_episodes(
-    run: Run, drawn: StepSamples, graded: list[Reward], baseline: list[Reward] | None, version: int
+    run: Run, samples: StepSamples, rewards: list[Reward], baseline: list[Reward] | None, version: int
 ) -> tuple[Episodes, dict[str, float]]:
-    """Returns the episodes of a step's samples, which it logs, and their metrics; `baseline` grades greedy ones."""
-    made = make_episodes(drawn.prompts, drawn.trajectories, graded, baseline, compares=run.learner.recipe.compares)
-    rewards, stale = mark_stale(run.c, drawn, version, made.rewards)
-    episodes = dataclasses.replace(made, rewards=rewards)
-    run.logger.samples(f"step_{version + 1}", sample_rows(episodes.prompts, episodes.trajectories, rewards))
-    require_graded(rewards)
-    scored = of_policy(drawn.trajectories, graded)
+    """Makes the episodes of a step's graded samples and logs them; returns also their metrics.
+
+    `baseline` has the rewards of greedy responses. Samples that are too stale are marked unusable.
+    """
+    compares = run.learner.recipe.compares
+    unmarked = make_episodes(samples.prompts, samples.trajectories, rewards, baseline, compares=compares)
+    marked, stale = mark_stale(run.c, samples, version, unmarked.rewards)
+    episodes = dataclasses.replace(unmarked, rewards=marked)
+    run.logger.samples(f"step_{version + 1}", sample_rows(episodes.prompts, episodes.trajectories, marked))
+    require_graded(marked)
+    scored = mark_given_unusable(samples.trajectories, rewards)
     metrics = join_stages(
         stale,
-        drawn.metrics,
-        sample_metrics(drawn.trajectories, graded, baseline),
-        kept_token_metrics(drawn.trajectories),
+        samples.metrics,
+        sample_metrics(samples.trajectories, rewards, baseline),
+        kept_token_metrics(samples.trajectories),
         source_means(scored, episodes.sources),
-        conversation_metrics(drawn.trajectories),
+        conversation_metrics(samples.trajectories),
         run.hosts.summed(join_stages(run.reward_sum.metrics(), run.sampler.metrics())),
     )
     return with_branches(episodes, run.reward_sum.earned), metrics
@@ -161,8 +164,8 @@ def add_served_reference(run: Run, data: Batch, episodes: Episodes) -> tuple[Bat
         return batch.with_reference_logprobs(data, logprobs), metrics
 
 
-def method(run: Run) -> loop.Method:
-    """Returns PPO as a method of the loop."""
+def make_method(run: Run) -> loop.Method:
+    """Returns PPO's functions for the loop of every training, `loop.learn`."""
     c = run.c
 
     def step(now: Progress) -> Progress:
@@ -199,9 +202,9 @@ def save_run(run: Run, now: Progress, metrics: dict[str, float], ended_by: BaseE
         if isinstance(ended_by, Mismatch):  # the queue may hold samples of a server with other weights
             queue = unanswered(queue)
         export = functools.partial(write_model, run.c, run.learner, now=now.state, write=run.hosts.first)
-        waiting = {} if now.pending is None else {"pending": now.pending | run.timer.next_step()}
+        unlogged = {} if now.unlogged is None else {"pending": now.unlogged | run.timer.next_step()}
         resume.save_checkpoint(
-            run.c, run.checkpoints, run.learner, now.state, run.origin | now.place | {"queue": queue} | waiting,
+            run.c, run.checkpoints, run.learner, now.state, run.origin | now.place | {"queue": queue} | unlogged,
             score=metrics.get(run.c.trainer.best_metric),
             export=lambda path: run.hosts.alike(lambda: export(path)),
         )  # fmt: skip
@@ -209,11 +212,11 @@ def save_run(run: Run, now: Progress, metrics: dict[str, float], ended_by: BaseE
 
 def require_progress(run: Run, now: TrainState) -> None:
     """Raises Diverged after too many consecutive skipped updates."""
-    most = run.c.trainer.max_bad_steps
-    if int(now.bad_steps) >= most:
+    max_bad_steps = run.c.trainer.max_bad_steps
+    if int(now.bad_steps) >= max_bad_steps:
         raise Diverged(
             f"step {int(now.step)}: {int(now.bad_steps)} steps in a row had a non-finite loss or gradient"
-            f" (trainer.max_bad_steps={most}); their updates were skipped, and their batches are in"
+            f" (trainer.max_bad_steps={max_bad_steps}); their updates were skipped, and their batches are in"
             f" {run.folder / 'bad_steps'}; lower actor.lr or critic.lr, or resume with the same command"
         )
 
@@ -236,7 +239,7 @@ def train(config: Settings | ConfigDict) -> None:
                     return
                 for line in hosts.together(lambda: run.supply.load(begun.queue, step)):
                     run.logger.note(line)
-                now = loop.learn(run, method(run), begun.now)
+                now = loop.learn(run, make_method(run), begun.now)
                 with run.timer("save"):
                     run.checkpoints.wait()  # `finished` compares the times of the two files
                     parts = (run.c, run.inputs, run.learner, run.folder)

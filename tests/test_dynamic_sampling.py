@@ -153,7 +153,7 @@ def test_a_gen_batch_without_the_metric_is_judged_by_its_scores(step):
 @pytest.mark.parametrize("filters", [True, False])
 def test_a_group_of_which_nothing_is_trained_on_is_dropped(finishes, kept, filters):
     it, gen_batch = supply([[OTHER], [OTHER]], prompts=1)
-    it._how = dataclasses.replace(it._how, filter_truncated=filters)
+    it._options = dataclasses.replace(it._options, filter_truncated=filters)
     ends, take = iter([*finishes, "stop", "stop"]), gen_batch.take
 
     def truncated(step):

@@ -504,7 +504,7 @@ def test_a_reward_follows_from_its_settings_and_the_files_they_name(small_run, t
     else:
         small_run.reward.model.path = str(tmp_path)
     file.write_text("a")
-    before = json.loads(json.dumps(build_prefetch.graders(typed(small_run))))
-    assert before == build_prefetch.graders(typed(small_run))
+    before = json.loads(json.dumps(build_prefetch.fingerprint_graders(typed(small_run))))
+    assert before == build_prefetch.fingerprint_graders(typed(small_run))
     file.write_text("something else")
-    assert before != build_prefetch.graders(typed(small_run))
+    assert before != build_prefetch.fingerprint_graders(typed(small_run))

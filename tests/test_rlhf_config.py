@@ -58,7 +58,7 @@ def test_ppo_against_a_reward_model(small, quick_compilation):
     c = parsed("rlhf", small, settings.default(), **files)
     said = preview_run(typed(c))
     assert "reference " in said and "critic " in said and "steps            1, each of 256" in said
-    reward_sum = make_reward_sum(typed(c), make_mesh(typed(c)), **read_inputs(typed(c)).graded())
+    reward_sum = make_reward_sum(typed(c), make_mesh(typed(c)), **read_inputs(typed(c)).reward_arguments())
     reward_sum.close()
     assert c.algorithm.kl_ctrl_type == "adaptive" and c.algorithm.use_kl_in_reward
 

@@ -6,8 +6,8 @@ import types
 from jppo.data.prompts import PromptSet
 from jppo.learner import packing
 from jppo.learner.make import make_mesh
-from jppo.run.inputs import read_inputs, speaking
-from jppo.run.start import sizes
+from jppo.run.inputs import engine_arguments, read_inputs
+from jppo.run.start import describe_sizes
 from tests.make import typed
 
 
@@ -15,16 +15,16 @@ def test_the_sizes_of_a_run(small_run):
     c = typed(small_run)
     inputs = dataclasses.replace(read_inputs(c), train=PromptSet([], 3, truncated=5), val=PromptSet([], 4, truncated=7))
     plan = packing.Plan((8, 16), ((4,), (2, 1)), share_rows=False)
-    prompts, devices, which = sizes(inputs, make_mesh(c), plan, 12)
+    prompts, devices, which = describe_sizes(inputs, make_mesh(c), plan, 12)
     assert prompts == "0 prompts to train on, 0 to test on (7 over-long ones left out, 12 cut)"
     assert devices.endswith("rows of shape 4x8, 2x16, 1x16") and which == "resuming from the checkpoint of step 12"
-    assert sizes(inputs, make_mesh(c), plan, None)[-1] == "a new run"
+    assert describe_sizes(inputs, make_mesh(c), plan, None)[-1] == "a new run"
 
 
 def test_an_engine_gets_the_turns_of_an_agent(small_run):
     inputs = read_inputs(typed(small_run))
-    alone = speaking(inputs)
+    alone = engine_arguments(inputs)
     assert set(alone) == {"eos_token_ids", "decode"} and alone["decode"]([3, 4]) == "12"
     talk = object()
-    with_agent = speaking(dataclasses.replace(inputs, agent=types.SimpleNamespace(talk=talk)))
+    with_agent = engine_arguments(dataclasses.replace(inputs, agent=types.SimpleNamespace(talk=talk)))
     assert with_agent["talk"] is talk and set(with_agent) == {*alone, "talk"}

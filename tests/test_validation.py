@@ -143,7 +143,7 @@ def test_batches_of_prompts_draw_different_numbers_and_keep_the_order():
 def test_what_is_shown_is_the_first_response_to_the_first_prompts():
     prompts = [prompt("exact", "1"), prompt("exact", "2"), prompt("exact", "3")]
     tested = validation.run_test(Answers(list("abcdefghijkl")), prompts, rules(["exact"]), sampling=FOUR, version=0)
-    some = validation.shown_answer(tested, 2)
-    assert [row["response"] for row in some] == ["a", "e"] and validation.shown_answer(tested, 0) == []
-    assert validation.line(some[1]) == "  ? → e   (score 0; truth 2)"
-    assert validation.line(some[1] | {"ground_truth": ""}) == "  ? → e   (score 0)"
+    some = validation.first_responses(tested, 2)
+    assert [row["response"] for row in some] == ["a", "e"] and validation.first_responses(tested, 0) == []
+    assert validation.format_row(some[1]) == "  ? → e   (score 0; truth 2)"
+    assert validation.format_row(some[1] | {"ground_truth": ""}) == "  ? → e   (score 0)"

@@ -24,7 +24,7 @@ from jppo.preflight.request import DryRun
 from jppo.rollout.make import make_publish_settings, open_engine, published_dtype, share_gpu, with_servers
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run import agreement
-from jppo.run.inputs import Inputs, read_inputs, require_reward, speaking
+from jppo.run.inputs import Inputs, engine_arguments, read_inputs, require_reward
 from jppo.run.supervised import Task
 from jppo.settings import Settings, Supervised, Training
 from jppo.settings.rules_rollout import publish_via
@@ -231,7 +231,7 @@ def server_checks(run: RunInputs, stack: contextlib.ExitStack) -> list[Check]:
         stack.callback(engine.close)
         if run.inputs.agent is not None:
             stack.callback(run.inputs.agent.close)
-        server = engine.ready(**speaking(run.inputs))
+        server = engine.ready(**engine_arguments(run.inputs))
         if c.rollout.sleep_level:  # as a run's do, before the trainer's first array
             server.sleep()
         return server

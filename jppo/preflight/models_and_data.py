@@ -98,7 +98,7 @@ def check_data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
         max_prompt_length=c.data.max_prompt_length,
         graders=graders,
         refuse=make_refusal(c),
-        needed=needed_columns(c, bool(inputs.graded()["tool_rewards"])),
+        needed=needed_columns(c, bool(inputs.reward_arguments()["tool_rewards"])),
     )
     train = data_check.read_set(c.data.train_files, "data.train_files", **options_of_set)
     val = data_check.read_set(c.data.val_files, "data.val_files", **options_of_set)
@@ -159,7 +159,7 @@ def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
         yield Finding("reward", "OK", f"from {source}: the data has no right answers to test")
         return
     with contextlib.ExitStack() as stack:
-        reward_sum = make_reward_sum(c, mesh, **inputs.graded())
+        reward_sum = make_reward_sum(c, mesh, **inputs.reward_arguments())
         stack.callback(reward_sum.close)
         require_values(c, reward_sum, inputs.train.prompts)
         reward_sum.ready()

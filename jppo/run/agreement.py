@@ -57,31 +57,31 @@ class MismatchLimits:
 class LogpGap:
     """|trainer's log-prob - engine's| of tokens, nats."""
 
-    each: np.ndarray  # f32
+    differences: np.ndarray  # [tokens] f32
 
     @property
     def mean(self) -> float:
         """The mean."""
-        return float(self.each.mean())
+        return float(self.differences.mean())
 
     @property
     def high(self) -> float:
         """The quantile HIGH."""
-        return float(np.quantile(self.each, HIGH))
+        return float(np.quantile(self.differences, HIGH))
 
     @property
     def largest(self) -> float:
         """The largest: logged, not judged."""
-        return float(self.each.max())
+        return float(self.differences.max())
 
-    def within(self, bound: MismatchLimits, part: float = 1.0) -> bool:
-        """Whether it is within a part of the bounds; False if any is non-finite."""
-        mean = float(np.minimum(self.each, CAP * bound.mean).mean())
-        return math.isfinite(self.largest) and mean <= part * bound.mean and self.high <= part * bound.high
+    def within(self, bound: MismatchLimits, share: float = 1.0) -> bool:
+        """Whether mean and quantile are within a share of the bounds; False if any difference is non-finite."""
+        mean = float(np.minimum(self.differences, CAP * bound.mean).mean())
+        return math.isfinite(self.largest) and mean <= share * bound.mean and self.high <= share * bound.high
 
     def __str__(self) -> str:
-        both = f"{self.mean:.2g} nats per token on average and {self.high:.2g} at the {HIGH:.0%} quantile"
-        return f"{both} (largest {self.largest:.2g}, {self.each.size} tokens)"
+        text = f"{self.mean:.2g} nats per token on average and {self.high:.2g} at the {HIGH:.0%} quantile"
+        return f"{text} (largest {self.largest:.2g}, {self.differences.size} tokens)"
 
 
 def limits(c: Loop) -> MismatchLimits:
@@ -90,12 +90,12 @@ def limits(c: Loop) -> MismatchLimits:
         return MismatchLimits.of(c.rollout.logp_tolerance)
     if c.rollout.quantization != "none":
         return MismatchLimits.of(TOLERANCE["quantized"])
-    exact = {c.rollout.dtype, c.model.compute_dtype} == {"float32"}
-    return MismatchLimits.of(TOLERANCE["float32" if exact else "bfloat16"])
+    float32 = {c.rollout.dtype, c.model.compute_dtype} == {"float32"}
+    return MismatchLimits.of(TOLERANCE["float32" if float32 else "bfloat16"])
 
 
-def disagreement(gap: LogpGap, bound: MismatchLimits) -> str:
-    """Returns the error about a mismatch beyond the bounds."""
+def describe_mismatch(gap: LogpGap, bound: MismatchLimits) -> str:
+    """Returns the text of an error about a mismatch beyond the bounds."""
     return (
         f"the log-probs of engine and trainer differ by {gap}; {bound}: they do not have the same policy; compare"
         " rollout.dtype and model.compute_dtype, or raise rollout.logp_tolerance if rounding explains the difference"
@@ -115,22 +115,22 @@ def agree(
     version: int,
     hosts: Hosts = ALONE,
 ) -> str:
-    """Returns a line on the log-prob mismatch; raises where engine and trainer have different policies.
+    """Samples a few responses, compares engine's and trainer's log-probs, and returns a line on their mismatch.
 
-    Each host asks its own engine.
+    Raises RolloutError where they have different policies. Each host uses its own engine.
     """
     count = max(1, min(16, c.actor.ppo_mini_batch_size, len(inputs.train.prompts)) // hosts.count)
-    longest, some = _longest(inputs, count), _unfiltered(c, version)
-    drawn = trajectories.of_all(hosts, hosts.together(lambda: sampler.generate(longest, some, version=version)))
-    faults = [t.exchange.fault for t in drawn if t.exchange is not None and t.exchange.fault is not None]
-    if not any(t.sampled.any() for t in drawn):
+    prompts, sampling = _longest_prompts(inputs, count), _probe_sampling(c, version)
+    probes = trajectories.of_all(hosts, hosts.together(lambda: sampler.generate(prompts, sampling, version=version)))
+    faults = [t.exchange.fault for t in probes if t.exchange is not None and t.exchange.fault is not None]
+    if not any(t.sampled.any() for t in probes):
         why = faults[0] if faults else "no token was sampled"
-        raise RolloutError(f"none of the {len(drawn)} first conversations has a turn of the policy; the first: {why}")
-    gap, bound = LogpGap(np.concatenate(_gaps(learner, now, drawn))), limits(c)
+        raise RolloutError(f"none of the {len(probes)} first conversations has a turn of the policy; the first: {why}")
+    gap, bound = LogpGap(np.concatenate(_logprob_gaps(learner, now, probes))), limits(c)
     if not gap.within(bound):
-        raise RolloutError(disagreement(gap, bound))
-    failed = f"; {len(faults)} of {len(drawn)} conversations failed, the first: {faults[0]}" if faults else ""
-    return f"engine and trainer agree: their log-probs differ by {gap}{failed}"
+        raise RolloutError(describe_mismatch(gap, bound))
+    faults_note = f"; {len(faults)} of {len(probes)} conversations failed, the first: {faults[0]}" if faults else ""
+    return f"engine and trainer agree: their log-probs differ by {gap}{faults_note}"
 
 
 def require_published(
@@ -142,21 +142,21 @@ def require_published(
     """
     if isinstance(sampler, InprocessSampler):  # samples from the trainer's arrays
         return
-    version, longest, bound = int(now.step), _longest(inputs, PROBES), limits(c)
-    wrong: dict[str, LogpGap] = {}
-    for tokens, part in PROBE_ROUNDS:
-        some = dataclasses.replace(_unfiltered(c, version), max_tokens=min(tokens, c.data.max_response_length))
-        drawn = trajectories.of_all(hosts, hosts.together(functools.partial(sampler.probe, longest, some)))
+    version, prompts, bound = int(now.step), _longest_prompts(inputs, PROBES), limits(c)
+    mismatched: dict[str, LogpGap] = {}
+    for tokens, share in PROBE_ROUNDS:
+        sampling = dataclasses.replace(_probe_sampling(c, version), max_tokens=min(tokens, c.data.max_response_length))
+        probes = trajectories.of_all(hosts, hosts.together(functools.partial(sampler.probe, prompts, sampling)))
         by_server: dict[str, list[np.ndarray]] = {}
-        for trajectory, gaps in zip(drawn, _gaps(learner, now, drawn), strict=True):
+        for trajectory, gaps in zip(probes, _logprob_gaps(learner, now, probes), strict=True):
             by_server.setdefault(trajectory.server, []).append(gaps)
         measured = {server: LogpGap(np.concatenate(gaps)) for server, gaps in by_server.items()}
         # Non-finite log-probs are the trainer's: it diverged, and its next step or checkpoint says so.
         finite = {server: gap for server, gap in measured.items() if math.isfinite(gap.largest)}
-        wrong = {server: gap for server, gap in finite.items() if not gap.within(bound, part)}
-        if not wrong:
+        mismatched = {server: gap for server, gap in finite.items() if not gap.within(bound, share)}
+        if not mismatched:
             return
-    server, gap = next(iter(wrong.items()))
+    server, gap = next(iter(mismatched.items()))
     raise Mismatch(
         f"after the publish of version {version}, the log-probs of {server or 'the engine'} differ from the trainer's"
         f" by {gap}; {bound}: it does not sample from the published weights, and nothing is learned from its"
@@ -165,21 +165,21 @@ def require_published(
     )
 
 
-def _longest(inputs: Inputs, count: int) -> list[Prompt]:
-    """Returns the longest prompts: only whole blocks of tokens are cached, and a stale cache must show."""
+def _longest_prompts(inputs: Inputs, count: int) -> list[Prompt]:
+    """Returns the `count` longest prompts: only whole blocks of tokens are cached, and a stale cache must show."""
     return heapq.nlargest(count, inputs.train.prompts, key=lambda p: len(p.ids))
 
 
-def _unfiltered(c: Loop, version: int) -> Sampling:
+def _probe_sampling(c: Loop, version: int) -> Sampling:
     """Returns the sampling without filters: they renormalise the engine's log-probs, but not the trainer's."""
     return dataclasses.replace(step_sampling(c, version), n=1, top_p=1.0, top_k=-1, min_p=0.0, kept=0)
 
 
-def _gaps(learner: StepLearner, now: TrainState, drawn: Sequence[Trajectory]) -> list[np.ndarray]:
+def _logprob_gaps(learner: StepLearner, now: TrainState, responses: Sequence[Trajectory]) -> list[np.ndarray]:
     """Returns |trainer's log-prob - engine's| of the sampled tokens of each response."""
-    rewards, group = [Reward(math.nan, {}, None) for _ in drawn], np.zeros(len(drawn), np.int32)
-    data = batch.flatten(drawn, rewards, group, shape=(len(drawn), learner.shape[1]))
-    micros = batch.pack_micros(data, drawn, plan=learner.plan, mesh=learner.mesh)
+    rewards, group = [Reward(math.nan, {}, None) for _ in responses], np.zeros(len(responses), np.int32)
+    data = batch.flatten(responses, rewards, group, shape=(len(responses), learner.shape[1]))
+    micros = batch.pack_micros(data, responses, plan=learner.plan, mesh=learner.mesh)
     recipe = dataclasses.replace(learner.recipe, bypass=False)
     data = ppo.with_old_logprob(learner.passes, recipe, data, micros, learner.policy(now))
     gap = np.abs(np.asarray(data["old_logprob"]) - data.rollout_logprob)
@@ -217,8 +217,8 @@ class Match:
         self._limit: float = c.rollout.max_kl_jump
         # `agree` has just measured a mismatch near 0 without filters. If the trainer does not replay them, the first
         # step sets the baseline.
-        self._before = None if settings.cuts(c.rollout) and not c.rollout.mask_replay else 0.0
-        self._last: batch.Micro | None = None
+        self._former_kl = None if settings.cuts(c.rollout) and not c.rollout.mask_replay else 0.0
+        self._last_rows: batch.Micro | None = None
 
     def require(
         self,
@@ -227,17 +227,17 @@ class Match:
         micros: Sequence[batch.Micro],
         trajectories: Sequence[Trajectory],
     ) -> None:
-        """Raises Mismatch where `rollout_corr/kl` rose too far since the last step."""
-        self._last = micros[0] if micros else None
-        now = metrics.get(KL)
-        if now is None:  # bypass: the engine's log-probs are used as they are
+        """Raises Mismatch where `rollout_corr/kl` rose too far since the step before; `micros` are the step's rows."""
+        self._last_rows = micros[0] if micros else None
+        kl = metrics.get(KL)
+        if kl is None:  # bypass: the engine's log-probs are used as they are
             return
-        before, self._before = self._before, now if math.isfinite(now) else self._before
-        if not self._limit or before is None or not now - before > self._limit:
+        former_kl, self._former_kl = self._former_kl, kl if math.isfinite(kl) else self._former_kl
+        if not self._limit or former_kl is None or not kl - former_kl > self._limit:
             return
-        server, versions, worst = _worst(data, trajectories)
+        server, versions, worst = _find_worst_server(data, trajectories)
         raise Mismatch(
-            f"{KL} rose from {before:.3g} to {now:.3g} nats a token, more than rollout.max_kl_jump={self._limit:g}:"
+            f"{KL} rose from {former_kl:.3g} to {kl:.3g} nats a token, more than rollout.max_kl_jump={self._limit:g}:"
             f" {server or 'the engine'} did not sample from version {versions} of the weights ({worst:.3g} nats off);"
             " nothing is learned from this step. Find out who has changed its weights and give the same command again,"
             " or raise the limit if the jump is wanted"
@@ -245,20 +245,20 @@ class Match:
 
     def require_finite(self, learner: StepLearner, now: TrainState) -> None:
         """Raises NonFinite where the models compute NaN or infinities for rows of the last step."""
-        if (last := self._last) is None:
+        if (last_rows := self._last_rows) is None:
             return
-        rows, passes, policy = last.device, learner.passes, placing.to_device(learner.policy(now))
+        rows, passes, policy = last_rows.device, learner.passes, placing.to_device(learner.policy(now))
 
-        def require(about: str, array: Array) -> None:
-            if not np.isfinite(placing.fetch(array)[last.host.mask]).all():
+        def require_array(about: str, array: Array) -> None:
+            if not np.isfinite(placing.fetch(array)[last_rows.host.mask]).all():
                 raise NonFinite(f"the {about} are not finite numbers")
 
-        require("log-probs of the policy", passes.logprob(policy, rows)[0])
+        require_array("log-probs of the policy", passes.logprob(policy, rows)[0])
         if passes.value is not None:
-            require("values of the critic", passes.value(placing.to_device(learner.value(now)), rows))
+            require_array("values of the critic", passes.value(placing.to_device(learner.value(now)), rows))
 
 
-def _worst(data: Batch, trajectories: Sequence[Trajectory]) -> tuple[str, str, float]:
+def _find_worst_server(data: Batch, trajectories: Sequence[Trajectory]) -> tuple[str, str, float]:
     """Returns the server with the largest mismatch, its version labels, and the mismatch per token."""
     count = len(trajectories)
     mask, gap = (
@@ -267,8 +267,8 @@ def _worst(data: Batch, trajectories: Sequence[Trajectory]) -> tuple[str, str, f
     )
     mismatches = []
     for server in sorted({t.server for t in trajectories if not t.given}):
-        mine = mask & np.array([t.server == server and not t.given for t in trajectories])[:, None]
-        mismatches.append((float(gap[mine].mean()) if mine.any() else -math.inf, server))
-    worst, server = max(mismatches)
+        of_server = mask & np.array([t.server == server and not t.given for t in trajectories])[:, None]
+        mismatches.append((float(gap[of_server].mean()) if of_server.any() else -math.inf, server))
+    largest, server = max(mismatches)
     versions = {int(v) for t in trajectories if t.server == server and not t.given for v in t.version[t.sampled]}
-    return server, ", ".join(map(str, sorted(versions))), worst
+    return server, ", ".join(map(str, sorted(versions))), largest

@@ -1,4 +1,4 @@
-"""The host functions of an algorithm in a step: the columns that it reads, its `update` of the memory, its `listen`.
+"""The host functions of an algorithm, which run in Python and not in JAX: `columns`, `update` of the memory, `listen`.
 
 Every host of a run calls `columns` and `update` with equal arguments, and they compare their results. The first host
 calls `listen`.
@@ -40,31 +40,34 @@ def columns_of(run: "Run", episodes: Episodes) -> dict[str, np.ndarray]:
 
 
 def call_host_functions(
-    run: "Run", number: int, drawn: StepSamples, graded: list[Reward], data: Batch, known: Collection[str]
+    run: "Run", number: int, samples: StepSamples, rewards: list[Reward], data: Batch, taken: Collection[str]
 ) -> tuple[Cursor, dict[str, float]]:
-    """Calls `update` and `listen`; returns the position in the data after the step, and metrics not yet `known`."""
+    """Calls `update` and `listen`; returns the position in the data after the step, and metrics of `listen`.
+
+    `taken` are names of the step's metrics, which `listen` may not use.
+    """
     algorithm = run.learner.recipe.algorithm
     step = None
     if algorithm.update is not None or algorithm.listen is not None:
-        step = step_data(run, number, drawn, graded, data)
-    cursor = run.hosts.together(lambda: run.supply.note_rewards(drawn, graded, step))
+        step = step_data(run, number, samples, rewards, data)
+    cursor = run.hosts.together(lambda: run.supply.note_rewards(samples, rewards, step))
     if run.hosts.count > 1 and algorithm.remembers:
-        _require_alike(run, drawn, data, cursor)
+        _require_alike(run, samples, data, cursor)
     if algorithm.listen is None or step is None:
         return cursor, {}
     order = run.inputs.train.order_of
     memory = order.read(cursor.curriculum) if isinstance(order, AlgorithmMemory) else None
-    listen, said_as = functools.partial(algorithm.listen, memory), parts.host_setting(run.c)
-    known = {*known, *algorithm.metrics}
-    return cursor, run.hosts.gather(lambda: heard(listen, step, known, said_as) if run.hosts.first else {})[0]
+    listen, setting = functools.partial(algorithm.listen, memory), parts.host_setting(run.c)
+    taken = {*taken, *algorithm.metrics}
+    return cursor, run.hosts.gather(lambda: call_listen(listen, step, taken, setting) if run.hosts.first else {})[0]
 
 
-def step_data(run: "Run", number: int, drawn: StepSamples, graded: list[Reward], data: Batch) -> StepData:
+def step_data(run: "Run", number: int, samples: StepSamples, rewards: list[Reward], data: Batch) -> StepData:
     """Returns the step as host functions see it: the episodes that it trains on, then those that are dropped."""
-    n = len(graded) // len(drawn.prompts)
-    dropped = [group.prompt for group in drawn.dropped]
-    prompts = [prompt for prompt in (*drawn.prompts, *dropped) for _ in range(n)]
-    trajectories = [*drawn.trajectories, *(t for group in drawn.dropped for t in group.trajectories)]
+    n = len(rewards) // len(samples.prompts)
+    dropped = [group.prompt for group in samples.dropped]
+    prompts = [prompt for prompt in (*samples.prompts, *dropped) for _ in range(n)]
+    trajectories = [*samples.trajectories, *(t for group in samples.dropped for t in group.trajectories)]
     index = np.arange(len(prompts), dtype=np.int32)
     return StepData(
         number=number,
@@ -72,13 +75,13 @@ def step_data(run: "Run", number: int, drawn: StepSamples, graded: list[Reward],
         prompts=prompts,
         places=run.inputs.train.places(prompts),
         trajectories=[_read_only(t) for t in trajectories],
-        rewards=[*graded, *(reward for group in drawn.dropped for reward in group.rewards)],
-        rows=np.where(index < len(graded), index, -1).astype(np.int32),
-        batch=jax.tree.map(_view, data),
+        rewards=[*rewards, *(reward for group in samples.dropped for reward in group.rewards)],
+        rows=np.where(index < len(rewards), index, -1).astype(np.int32),
+        batch=jax.tree.map(_read_only_view, data),
     )
 
 
-def _view(x: Any) -> np.ndarray:
+def _read_only_view(x: Any) -> np.ndarray:
     """Returns a view that cannot be written."""
     view = np.asarray(x).view()
     view.flags.writeable = False
@@ -86,31 +89,31 @@ def _view(x: Any) -> np.ndarray:
 
 
 def _read_only(t: Trajectory) -> Trajectory:
-    arrays: dict[str, Any] = {name: _view(x) for name, x in vars(t).items() if isinstance(x, np.ndarray)}
+    arrays: dict[str, Any] = {name: _read_only_view(x) for name, x in vars(t).items() if isinstance(x, np.ndarray)}
     return dataclasses.replace(t, **arrays, branches=tuple(map(_read_only, t.branches)))
 
 
-def heard(
-    listen: Callable[[StepData], Mapping[str, float]], step: StepData, known: Collection[str], said_as: str
+def call_listen(
+    listen: Callable[[StepData], Mapping[str, float]], step: StepData, taken: Collection[str], setting: str
 ) -> dict[str, float]:
-    """Calls `listen` and returns its metrics; raises a UserError for other results, and for a name of the run's own."""
+    """Calls `listen` and returns its metrics; raises UserError for other results, and for a metric name in `taken`."""
     try:
         metrics = {name: float(value) for name, value in dict(listen(step)).items()}
     except Exception as e:  # a user's function may raise anything
         raise UserError(
-            f"{said_as}: listen raises {explain(e)}; correct it, to return numbers by name{at_line(e)}"
+            f"{setting}: listen raises {explain(e)}; correct it, to return numbers by name{at_line(e)}"
         ) from e
     for name in metrics:
-        if not isinstance(name, str) or not name or name in (*known, *OF_LINES) or name.startswith(parts.OWN):
+        if not isinstance(name, str) or not name or name in (*taken, *OF_LINES) or name.startswith(parts.OWN):
             raise UserError(
-                f"{said_as}: listen returns {name!r}, a name of the step's own metrics; use another, as in mine/NAME"
+                f"{setting}: listen returns {name!r}, a name of the step's own metrics; use another, as in mine/NAME"
             )
     return metrics
 
 
-def _require_alike(run: "Run", drawn: StepSamples, data: Batch, cursor: Cursor) -> None:
-    """Raises a UserError where the hosts' calls of the functions of a memory have returned different values."""
-    places = run.inputs.train.places(drawn.prompts)
+def _require_alike(run: "Run", samples: StepSamples, data: Batch, cursor: Cursor) -> None:
+    """Raises UserError where the calls of an algorithm's memory functions returned other values on another host."""
+    places = run.inputs.train.places(samples.prompts)
     columns = [data[f"{COLUMN}{name}"] for name in run.learner.recipe.algorithm.column_names]
     checksum = zlib.crc32(np.asarray(columns).tobytes(), zlib.crc32(places.tobytes()))
     checksum = zlib.crc32(cursor.curriculum.encode(), checksum)

@@ -37,7 +37,7 @@ class Inputs(ModelConfigs):
     sources: tuple[str, ...]  # data_source of every row
     agent: "Agent | None" = None  # None: single-turn
 
-    def graded(self) -> dict[str, Any]:
+    def reward_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `make_reward_sum`."""
         return dict(tokenizer=self.tokenizer, sources=self.sources, tool_rewards=_tool_rewards(self.agent))
 
@@ -59,8 +59,8 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     check_stop_texts(tokenizer, c.rollout.stop_texts)
     end_tokens = end_token_ids(c.model.path, tokenizer)
     agent = _make_agent(c, tokenizer, end_tokens)
-    arguments = dict[str, Any](max_samples=c.data.train_max_samples) | _reading(c, tokenizer, agent)
-    prompts = _with_messages(c, read_prompts(c.data.train_files, **arguments))
+    arguments = dict[str, Any](max_samples=c.data.train_max_samples) | _prompt_arguments(c, tokenizer, agent)
+    prompts = _require_messages(c, read_prompts(c.data.train_files, **arguments))
     train = mixture(prompts, c.data.mix, batch_size=prompts_per_batch(c))
     if c.data.gen_batch_size is not None and c.data.gen_batch_size > len(train.prompts):
         raise UserError(
@@ -118,13 +118,14 @@ def _with_memory(c: Settings, train: PromptSet) -> PromptSet:
 
 
 def _require_teachers(url: str, sources: Set[str]) -> None:
+    """Raises UserError unless the addresses by data source in `ref.url` are those of the training data."""
     teachers = set(by_source(url))
     if teachers <= {""}:
         return
-    if missing := sources - teachers:
+    if lacking := sources - teachers:
         raise UserError(
-            f"ref.url has no address for data_source={min(missing)!r} of the training rows, only for"
-            f" {', '.join(sorted(teachers))}; add {min(missing)}=ADDRESS"
+            f"ref.url has no address for data_source={min(lacking)!r} of the training rows, only for"
+            f" {', '.join(sorted(teachers))}; add {min(lacking)}=ADDRESS"
         )
     if unused := teachers - sources:
         raise UserError(
@@ -157,7 +158,7 @@ def read_test(c: Settings) -> Inputs:
 def _read_val(c: Settings, tokenizer: Any, agent: "Agent | None" = None) -> PromptSet:
     """Reads the validation prompts."""
     arguments = dict[str, Any](max_samples=c.data.val_max_samples, setting="data.val_files")
-    return _with_messages(c, read_prompts(c.data.val_files, **arguments, **_reading(c, tokenizer, agent)))
+    return _require_messages(c, read_prompts(c.data.val_files, **arguments, **_prompt_arguments(c, tokenizer, agent)))
 
 
 def describe_decoding(policy: ModelConfig) -> str | None:
@@ -167,7 +168,7 @@ def describe_decoding(policy: ModelConfig) -> str | None:
     return f"{policy.quantization} tensors of the checkpoint are read as bfloat16; no publish or export is quantised"
 
 
-def speaking(inputs: Inputs) -> dict[str, Any]:
+def engine_arguments(inputs: Inputs) -> dict[str, Any]:
     """Returns the engine's arguments for responses: end tokens, decoder and turn loop."""
     arguments = dict(eos_token_ids=inputs.end_tokens, decode=functools.partial(decode, inputs.tokenizer))
     return arguments if inputs.agent is None else arguments | {"talk": inputs.agent.talk}
@@ -177,8 +178,8 @@ def _tool_rewards(agent: "Agent | None") -> bool:
     return agent is not None and agent.toolbox.rewards
 
 
-def _reading(c: Settings, tokenizer: Any, agent: "Agent | None") -> dict[str, Any]:
-    """Returns the arguments that read either prompt set."""
+def _prompt_arguments(c: Settings, tokenizer: Any, agent: "Agent | None") -> dict[str, Any]:
+    """Returns the arguments of `read_prompts` for the training and the validation set."""
     return dict(
         tokenizer=tokenizer,
         max_prompt_length=c.data.max_prompt_length,
@@ -194,8 +195,8 @@ def _reading(c: Settings, tokenizer: Any, agent: "Agent | None") -> dict[str, An
     )
 
 
-def _with_messages(c: Settings, prompts: PromptSet) -> PromptSet:
-    """Returns the prompts; UserError if a conversation by the chat template begins with a text."""
+def _require_messages(c: Settings, prompts: PromptSet) -> PromptSet:
+    """Returns the prompts; raises UserError for a text where the chat template renders conversations."""
     m = c.rollout.multi_turn
     text = next((prompt for prompt in prompts.prompts if isinstance(prompt.messages, str)), None)
     if text is not None and m.enable and m.format != "plain":
@@ -228,10 +229,10 @@ def _check_reference_tokens(path: str, tokenizer: Any) -> None:
     local = expanded(path)
     if local.is_dir() and not any((local / name).is_file() for name in FILES):
         return
-    theirs = load_tokenizer(path).get_vocab()
+    reference_ids = load_tokenizer(path).get_vocab()
     for token, number in tokenizer.get_vocab().items():
-        if theirs.get(token, number) != number:
+        if reference_ids.get(token, number) != number:
             raise UserError(
                 f"ref.path={path}: a reference reads the policy's token ids, and its tokenizer gives {token!r} the id"
-                f" {theirs[token]} in place of {number}; use a model with the policy's tokenizer"
+                f" {reference_ids[token]} in place of {number}; use a model with the policy's tokenizer"
             )

@@ -31,7 +31,7 @@ class Progress:
 
     state: TrainState
     place: dict[str, Any]  # what changes outside the train state, as JSON types: the data cursor, for one
-    pending: dict[str, float] | None = None  # metrics of the last step, which is not tested and logged yet
+    unlogged: dict[str, float] | None = None  # metrics of the last step, until it is tested and logged
 
     @property
     def step(self) -> int:
@@ -55,9 +55,9 @@ class Opened:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """What a command brings."""
+    """The functions of a command that the loop calls, and their settings."""
 
-    step: Callable[[Progress], Progress]  # takes a step; its metrics are `pending`
+    step: Callable[[Progress], Progress]  # takes a step; its metrics are `unlogged`
     finish: Callable[[Progress], None]  # ends a step: PPO publishes, the others raise if it was skipped
     test: Callable[[Progress], dict[str, float]]
     test_freq: int
@@ -67,27 +67,27 @@ class Method:
 
 
 def learn(run: Opened, method: Method, now: Progress) -> Progress:
-    """Runs all remaining steps and logs each once; at an early end the last complete state is saved."""
+    """Runs all remaining steps of `method` and logs each once; at an early end saves the last complete state."""
     timer = run.timer
     try:
         run.watch.check()  # a signal since the start
-        while now.pending is not None or now.step < run.steps:
-            if now.pending is None:  # else the last step is not yet tested and logged
+        while now.unlogged is not None or now.step < run.steps:
+            if now.unlogged is None:  # else the last step is not yet tested and logged
                 with run.profile(now.step + 1), timer("step", number=now.step + 1):
                     now = method.step(now)
                     run.watch.check()
                     method.finish(now)
-            metrics, last = dict(now.pending or {}), now.step == run.steps
-            if last or due(now.step, method.test_freq):
+            metrics, is_last = dict(now.unlogged or {}), now.step == run.steps
+            if is_last or due(now.step, method.test_freq):
                 with timer("testing"):
                     metrics |= method.test(now)
             metrics |= timer.next_step() | sharding.memory()
             if (tokens := metrics.get("perf/total_num_tokens")) is not None:  # else pending in a former checkpoint
                 metrics["perf/throughput"] = tokens / metrics["timing_s/step"]
             run.logger.log(now.step, metrics)
-            now = dataclasses.replace(now, pending=None)
+            now = dataclasses.replace(now, unlogged=None)
             method.require_progress(now)
-            if last or due(now.step, run.c.trainer.save_freq):
+            if is_last or due(now.step, run.c.trainer.save_freq):
                 try:
                     method.save(now, metrics, None)
                 except NonFinite as e:
@@ -96,9 +96,9 @@ def learn(run: Opened, method: Method, now: Progress) -> Progress:
             run.watch.check()
     except BaseException as e:  # the state may be fit, whatever ends the run
         if isinstance(e, RunEnded | Stopped) or run.hosts.shared(e):  # else the other hosts are elsewhere
-            at, why = now, e
+            saved, error = now, e
             run.checkpoints.save_last(
-                at.step, at.state, lambda: method.save(at, {}, why), run.logger.note, run.hosts
+                saved.step, saved.state, lambda: method.save(saved, {}, error), run.logger.note, run.hosts
             )  # fmt: skip
         raise
     return now

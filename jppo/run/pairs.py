@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jppo.preflight.programs import Estimate
 
 C = TypeVar("C", bound=Paired)
-Given = tuple[np.ndarray, ...]
+LossInputs = tuple[np.ndarray, ...]
 HEADS: dict[type[Paired], Head] = {PairTraining: "value", PreferenceTuning: "lm"}
 
 
@@ -43,7 +43,7 @@ class PairTask(supervised.Task):
     held_out: PairSet
     sequence: Callable[[np.ndarray, int], Trajectory]  # (tokens, response's start); masks what is scored
     scores: Callable[..., Array]  # the first pass, compiled
-    slope: Callable[..., Any]  # (scores [2N], *given) -> (loss, metrics), the loss's slope by each score
+    slope: Callable[..., Any]  # (scores [2N], *loss inputs) -> (loss, metrics), the loss's slope by each score
     changes: dict[str, Any] | None = None  # to config.json
 
 
@@ -51,37 +51,37 @@ def train_on_pairs(
     c: C,
     prepare: Callable[[C], PairTask],
     columns: Columns,
-    given: Callable[[PairTask, PairSet, Sequence[int]], Given],
+    loss_inputs: Callable[[PairTask, PairSet, Sequence[int]], LossInputs],
     begin: Callable[[PairTask, Trainable, Params], None] | None = None,
 ) -> None:
     """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model.
 
-    `given` is what the loss needs of these pairs besides their scores; `begin` sees the model before it is trained.
+    `loss_inputs` returns what the loss needs of pairs besides scores; `begin` is called before the model is trained.
     """
     require_loggers(c)
     require_resumable(c)
     task = prepare(c)
 
-    def judged(model: Trainable, params: Params, of: PairSet, which: Sequence[int], rows: list[Rows]) -> Any:
-        return task.slope(score_pairs(task, model, params, rows, len(which)), *given(task, of, which))
+    def slope_of(model: Trainable, params: Params, pairs: PairSet, indices: Sequence[int], rows: list[Rows]) -> Any:
+        return task.slope(score_pairs(task, model, params, rows, len(indices)), *loss_inputs(task, pairs, indices))
 
     def draw(model: Trainable, params: Params, indices: np.ndarray) -> supervised.ExampleBatch:
-        some = [task.pairs.pairs[i] for i in indices]
-        rows = pack_pairs(task, some)
-        (_, metrics), slope = judged(model, params, task.pairs, [*indices], rows)
+        batch_pairs = [task.pairs.pairs[i] for i in indices]
+        rows = pack_pairs(task, batch_pairs)
+        (_, metrics), slope = slope_of(model, params, task.pairs, [*indices], rows)
         return supervised.ExampleBatch(
             batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh)),
-            tokens=sum(len(pair.chosen) + len(pair.rejected) for pair in some),
+            tokens=sum(len(pair.chosen) + len(pair.rejected) for pair in batch_pairs),
             further=(slope,),
             metrics={f"{task.name}/{name}": float(value) for name, value in metrics.items()},
         )
 
     def test(model: Trainable, params: Params) -> dict[str, float]:
         pairs, sums = task.held_out.pairs, {"loss": 0.0, "accuracy": 0.0}
-        for some in pair_blocks(c, len(pairs)):
-            rows = pack_pairs(task, [pairs[i] for i in some])
-            (_, metrics), _ = judged(model, params, task.held_out, some, rows)
-            sums = {name: so_far + len(some) * float(metrics[name]) for name, so_far in sums.items()}
+        for batch_pairs in pair_blocks(c, len(pairs)):
+            rows = pack_pairs(task, [pairs[i] for i in batch_pairs])
+            (_, metrics), _ = slope_of(model, params, task.held_out, batch_pairs, rows)
+            sums = {name: total + len(batch_pairs) * float(metrics[name]) for name, total in sums.items()}
         return {f"{task.name}/val_{name}": value / len(pairs) for name, value in sums.items()}
 
     objective = supervised.ExampleObjective(
@@ -92,7 +92,7 @@ def train_on_pairs(
             array for pair in task.pairs.pairs for array in (pair.chosen, pair.rejected, margins([pair]))
         ),
         columns=columns,
-        opening=f"pairs             {_counted(task.pairs)}; held out {_counted(task.held_out)}",
+        opening=f"pairs             {_describe_count(task.pairs)}; held out {_describe_count(task.held_out)}",
         begin=None if begin is None else lambda model, params: begin(task, model, params),
         draw=draw,
         test=test,
@@ -117,10 +117,10 @@ def read_pair_sets(c: Paired, tokenizer: Any, **options: Any) -> tuple[PairSet, 
 def score_pairs(task: PairTask, model: Trainable, params: Any, rows: Sequence[Rows], pairs: int) -> Array:
     """Scores a batch of pairs, [2N] f32: the chosen halves, then the rejected."""
     base, params = placing.to_device((model.base, params))
-    whole, place = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
-    scores: Array = placing.put(np.zeros(2 * pairs, np.float32), whole)
-    for one in rows:
-        scores = task.scores(params, base, placing.put(one, place), scores)
+    replicated, rows_sharding = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
+    scores: Array = placing.put(np.zeros(2 * pairs, np.float32), replicated)
+    for micro in rows:
+        scores = task.scores(params, base, placing.put(micro, rows_sharding), scores)
     return scores
 
 
@@ -131,14 +131,14 @@ def pair_blocks(c: Paired, count: int) -> list[range]:
 
 
 def dry_run_of_pairs(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairTask]) -> str:
-    """Reports on a run with these settings; reads no weight."""
+    """Returns the report of a dry run on pairs; reads no weights."""
     from jppo.preflight import preview
     from jppo.preflight.checks import dry_run_of_one_model
 
     def describe(task: PairTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
         lines = [
-            f"pairs            {_counted(task.pairs)}",
-            f"held out         {_counted(task.held_out)}",
+            f"pairs            {_describe_count(task.pairs)}",
+            f"held out         {_describe_count(task.held_out)}",
             f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} pairs, one optimizer step",
             f"rows             {preview.describe_shapes(task.plan)}",
             f"                 up to {micro_batches} micro-batches a step, each read twice",
@@ -156,26 +156,28 @@ def _estimate(c: Paired, task: PairTask) -> tuple["Estimate", int]:
 
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     shapes, lm = memory.largest_shapes(plan), task.head == "lm"
-    how, now = memory.sketch_update(
+    trainable, now = memory.sketch_update(
         c, mesh, task.cfg, task.loss, name=task.name, head=task.head, adapters=task.adapters
     )
     rows = [packing.empty_rows(shape) for shape in shapes]
     scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
     learned = now.policy if lm else now.value
-    listed = [*update_programs(how, learned, now.policy_opt if lm else now.value_opt, now, rows, scores)]
-    for one in rows:
-        given = learned, how.base, placing.shapes(one, sharding.rows_sharding(mesh)), scores
-        listed.append(Program("scores", "scoring", task.scores, given, task.name, one.inputs.shape))
+    listed = [*update_programs(trainable, learned, now.policy_opt if lm else now.value_opt, now, rows, scores)]
+    for empty in rows:
+        args = learned, trainable.base, placing.shapes(empty, sharding.rows_sharding(mesh)), scores
+        listed.append(Program("scores", "scoring", task.scores, args, task.name, empty.inputs.shape))
 
-    def needed(program: Program) -> int:
-        of = cost.forward if program.stage == "scoring" else cost.update
-        return memory.useful_flop(c, task.cfg, program.rows, task.adapters, head=lm, count=of) if program.rows else 0
+    def useful_flop(program: Program) -> int:
+        flop_of = cost.forward if program.stage == "scoring" else cost.update
+        return (
+            memory.useful_flop(c, task.cfg, program.rows, task.adapters, head=lm, count=flop_of) if program.rows else 0
+        )
 
-    moments = memory.account_for(listed, shapes, needed)
+    moments = memory.account_for(listed, shapes, useful_flop)
     longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
     packed = pack_pairs(task, longest)
     copy = {"initial policy": programs.size(learned)} if _keeps_copy(c) else {}
-    return memory.estimate_one_model(c, how, now, moments, packed, other_parts=copy), len(packed)
+    return memory.estimate_one_model(c, trainable, now, moments, packed, other_parts=copy), len(packed)
 
 
 def _keeps_copy(c: Paired) -> bool:
@@ -183,18 +185,18 @@ def _keeps_copy(c: Paired) -> bool:
     return isinstance(c, PreferenceTuning) and c.dpo.reference == "mesh"
 
 
-def _counted(pairs: PairSet) -> str:
-    """Formats the number of pairs and of excluded ones."""
+def _describe_count(pairs: PairSet) -> str:
+    """Describes the number of pairs and of excluded ones, for the console."""
     return f"{len(pairs.pairs):,} ({pairs.overlong} over-long ones and {pairs.alike} with equal halves left out)"
 
 
 def margins(pairs: Sequence[Pair]) -> np.ndarray:
-    """[N] f32."""
+    """Returns the margin of each pair, [N] f32."""
     return np.array([pair.margin for pair in pairs], np.float32)
 
 
 def pack_pairs(task: PairTask, pairs: Sequence[Pair]) -> list[Rows]:
-    """Packs both halves of each pair in any row: of N pairs sequence i is chosen, N + i rejected."""
+    """Packs both halves of each pair, wherever they fit: of N pairs sequence i is chosen, N + i rejected."""
     halves = [task.sequence(pair.chosen, pair.starts[0]) for pair in pairs]
     halves += [task.sequence(pair.rejected, pair.starts[1]) for pair in pairs]
     return packing.pack(halves, range(len(halves)), task.plan)

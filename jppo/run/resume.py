@@ -46,17 +46,17 @@ ADAMW = re.compile(r"^(\.\w+_opt)(?:\.inner)*(?:\[1\]\[0\])?\.(count|steps|mu|nu
 
 @dataclasses.dataclass(frozen=True)
 class Begun:
-    """The start of a run."""
+    """The start of a run, new or from a checkpoint."""
 
     now: Progress
     step: int | None = None  # of the checkpoint; None: a new run
     queue: dict[str, Any] = dataclasses.field(default_factory=dict)  # prefetched samples
-    said: tuple[str, ...] = ()  # lines for the console
+    console_lines: tuple[str, ...] = ()
 
     @property
     def logged(self) -> int | None:
         """Returns the last step in the metrics of the checkpoint's run; None: a new run."""
-        return self.step if self.step is None or self.now.pending is None else self.step - 1
+        return self.step if self.step is None or self.now.unlogged is None else self.step - 1
 
     @property
     def cursor(self) -> Cursor:
@@ -120,12 +120,12 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint by `trainer.save_contents`; `score` is `trainer.best_metric`, where known."""
     contents = settings.save_contents(c.trainer.save_contents)
-    whole = state.remove_padding(now, learner.spare())
+    saved = state.remove_padding(now, learner.spare())
     if "optimizer" not in contents:
-        whole = dataclasses.replace(whole, policy_opt=None, value_opt=None)
+        saved = dataclasses.replace(saved, policy_opt=None, value_opt=None)
     checkpoints.save(
         int(now.step),
-        whole,
+        saved,
         meta,
         score=(c.trainer.best_metric, score) if score is not None and math.isfinite(score) else None,
         export=export if "hf_model" in contents else None,
@@ -133,10 +133,10 @@ def save_checkpoint(
 
 
 def resume_or_begin(
-    c: Training, checkpoints: Checkpoints, spare: Spare, begin: TrainState, now: dict[str, Any]
+    c: Training, checkpoints: Checkpoints, spare: Spare, begin: TrainState, identity: dict[str, Any]
 ) -> Begun:
-    """Resumes, or begins with `begin`; `spare` is the mesh padding of the models, `now` this run's identity."""
-    restored = read_checkpoint(c, checkpoints, state.remove_padding(begin, spare), now)
+    """Resumes from a checkpoint, or begins with `begin`; `spare` is mesh padding, `identity` this run's."""
+    restored = read_checkpoint(c, checkpoints, state.remove_padding(begin, spare), identity)
     if restored is None:
         return Begun(Progress(begin, {"cursor": dataclasses.asdict(Cursor())}))
     resumed = state.restore_padding(restored.state, spare, begin)
@@ -154,8 +154,8 @@ def resume_or_begin(
             resumed = dataclasses.replace(resumed, kl_coef=begin.kl_coef)
         if int(resumed.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; resuming it is deliberate
             resumed = dataclasses.replace(resumed, bad_steps=begin.bad_steps)
-    line = "the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"
-    lines = (*_differences(restored.meta, now), *([line] if fresh else ()))
+    fresh_note = "the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"
+    lines = (*_differences(restored.meta, identity), *([fresh_note] if fresh else ()))
     queue = restored.meta.get("queue")
     if not isinstance(queue, dict):  # an older format, whose samples are requested again
         queue = {}
@@ -163,19 +163,19 @@ def resume_or_begin(
     return Begun(Progress(resumed, place, restored.meta.get("pending")), restored.step, queue, lines)
 
 
-def read_checkpoint(c: Training, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
+def read_checkpoint(c: Training, checkpoints: Checkpoints, template: Any, identity: dict[str, Any]) -> Restored | None:
     """Reads the checkpoint of trainer.resume_mode and removes later ones; None for a new run."""
     mode = c.trainer.resume_mode
     if mode == "disable":
         checkpoints.discard_after(-1)
         return None
     optional = OPTIMIZERS if isinstance(c, Settings) else (*OPTIMIZERS, *SCALARS)
-    checked: dict[str, Any] = {"fits": lambda meta: require_same_run(meta, now), "optional": optional}
-    checked["former_name"] = former_name
+    options: dict[str, Any] = {"fits": lambda meta: require_same_run(meta, identity), "optional": optional}
+    options["former_name"] = former_name
     if mode == "auto":
-        restored = checkpoints.restore_latest(like, **checked)
+        restored = checkpoints.restore_latest(template, **options)
     else:
-        restored = restore(pathlib.Path(mode), like, **checked)
+        restored = restore(pathlib.Path(mode), template, **options)
     if restored is not None:
         checkpoints.discard_after(restored.step)
     return restored
@@ -186,37 +186,37 @@ def former_name(name: str) -> str:
     return ADAMW.sub(lambda match: f"{match[1]}.{match[2].replace('count', 'steps')}", name)
 
 
-def require_same_run(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises UserError where run `now` cannot resume from a checkpoint of run `then`."""
+def require_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raises UserError where a run cannot resume: its identity is `current`, that of the checkpoint `saved`."""
     remedy = "give the old value, or start a new run with another trainer.run_dir or trainer.resume_mode=disable"
-    before = then.get("config", {})
+    config = saved.get("config", {})
     for name, part in FIXED.items():
-        if name in before and before[name] != now["config"].get(name):
+        if name in config and config[name] != current["config"].get(name):
             raise UserError(
-                f"{name}={now['config'].get(name)!r} was {before[name]!r} when the checkpoint was written, whose {part}"
-                f" belongs to it; {remedy}"
+                f"{name}={current['config'].get(name)!r} was {config[name]!r} when the checkpoint was written, whose"
+                f" {part} belongs to it; {remedy}"
             )
-    if then.get("cursor", {}).get("curriculum"):
+    if saved.get("cursor", {}).get("curriculum"):
         for name in ("algorithm.extension", "algorithm.adv_estimator"):
-            old, new = before.get(name, ""), now["config"].get(name, "")
-            by_name = name == "algorithm.adv_estimator" and (":" not in f"{old}{new}" or before.get("data.sampler"))
+            old, new = config.get(name, ""), current["config"].get(name, "")
+            by_name = name == "algorithm.adv_estimator" and (":" not in f"{old}{new}" or config.get("data.sampler"))
             if old != new and not by_name:
                 raise UserError(
                     f"{name}={new!r} was {old!r} when the checkpoint was written, with its memory; {remedy}"
                 )
     name = "critic.value_norm_decay"
-    old, new = before.get(name), now["config"].get(name)
+    old, new = config.get(name), current["config"].get(name)
     if (old is None) != (new is None):
         raise UserError(
             f"{name}={new} was {old} when the checkpoint was written, and its critic has values on that scale; {remedy}"
         )
-    if "optimizer" in before.get("trainer.save_contents", "optimizer"):
+    if "optimizer" in config.get("trainer.save_contents", "optimizer"):
         for name in ("actor.optimizer", "critic.optimizer", "optim.optimizer"):
-            old, new = before.get(name, "adamw"), now["config"].get(name)
+            old, new = config.get(name, "adamw"), current["config"].get(name)
             if new not in (None, old) and ":" not in old + new:
                 raise UserError(f"{name}={new!r} was {old!r} when the checkpoint was written, with its state; {remedy}")
-    for about, files in (("data", "data.train_files"), ("frozen", "")):
-        old, new = then.get(about), now[about]
+    for kind, files in (("data", "data.train_files"), ("frozen", "")):
+        old, new = saved.get(kind), current[kind]
         if old is None or old == new:
             continue
         name = next(name for name in (*old, *new) if old.get(name) != new.get(name))
@@ -227,44 +227,41 @@ def require_same_run(then: dict[str, Any], now: dict[str, Any]) -> None:
         raise UserError(f"{message} since the checkpoint was written; {remedy}")
 
 
-def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns a line on changed settings and one on changed versions.
-
-    A fixed setting is equal, or the checkpoint is from before it.
-    """
-    out = []
-    for about, label in (("config", "settings"), ("versions", "versions")):
-        old, new = then.get(about, now[about]), now[about]
+def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Returns lines for the console on the settings and package versions that have changed since the checkpoint."""
+    lines = []
+    for kind, label in (("config", "settings"), ("versions", "versions")):
+        old, new = saved.get(kind, current[kind]), current[kind]
         changed = [
             f"{name} {old.get(name)!r} → {new.get(name)!r}"
             for name in sorted({*old, *new})
             if old.get(name) != new.get(name) and name not in (*PASSING, *FIXED)
         ]
         if changed:
-            out.append(f"{label} that differ from the checkpoint's: {', '.join(changed)}")
-    return out
+            lines.append(f"{label} that differ from the checkpoint's: {', '.join(changed)}")
+    return lines
 
 
 def finished(c: Training, checkpoints: Checkpoints, total_steps: int) -> bool:
     """Whether the same command has already finished in this folder and its model is of the last step."""
-    run, done = expanded(c.trainer.run_dir), checkpoints.latest()
-    if c.trainer.resume_mode != "auto" or done is None:
+    run, last_step = expanded(c.trainer.run_dir), checkpoints.latest()
+    if c.trainer.resume_mode != "auto" or last_step is None:
         return False
     require_own(c)
     model = run / "hf"
-    if (isinstance(c, Settings) and c.trainer.val_only) or done < total_steps or not model.is_dir():
+    if (isinstance(c, Settings) and c.trainer.val_only) or last_step < total_steps or not model.is_dir():
         return False
     written = max(path.stat().st_mtime_ns for path in (model, *model.iterdir()))
-    return written >= (run / f"checkpoints/{done}").stat().st_mtime_ns
+    return written >= (run / f"checkpoints/{last_step}").stat().st_mtime_ns
 
 
 def require_own(c: Training) -> None:
     """Raises UserError where the checkpoints of the run folder are of another command."""
     config = durable_files.read_json(expanded(c.trainer.run_dir) / "config.json")
-    wrote, here = table.training_command(config), table.training_command(vars(c))
-    if "data" in config and wrote != here:
+    former, own = table.training_command(config), table.training_command(vars(c))
+    if "data" in config and former != own:
         raise UserError(
-            f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"
+            f"trainer.run_dir={c.trainer.run_dir} has a run of {former}, and this is {own}; give it another folder"
         )
 
 

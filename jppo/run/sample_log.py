@@ -24,7 +24,7 @@ def sample_metrics(
 
     Without a graded sample there are only counts.
     """
-    best = [r.score for r in greedy or () if r.unusable is None]
+    greedy_scores = [r.score for r in greedy or () if r.unusable is None]
     counts = {
         "reward/errors": float(sum(r.error is not None for r in rewards)),
         "perf/total_num_tokens": float(sum(len(t.tokens) for t in trajectories)),
@@ -49,7 +49,7 @@ def sample_metrics(
         "prompt_length/mean": float(prompts.mean()),
         "prompt_length/max": float(prompts.max()),
         "prompt_length/min": float(prompts.min()),
-        **({"critic/greedy/mean": float(np.mean(best))} if best else {}),
+        **({"critic/greedy/mean": float(np.mean(greedy_scores))} if greedy_scores else {}),
         **counts,
     } | _part_means(rewards)
 
@@ -62,12 +62,12 @@ def _given_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
 
 
 def kept_token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the metrics of kept tokens; empty if none are replayed."""
-    rows = [t.kept[t.sampled] for one in trajectories for t in (one, *one.branches) if t.kept is not None]
-    first = np.concatenate([kept[:, 0] for kept in rows]) if rows else np.zeros(0)
+    """Returns the metrics of kept tokens, those to which the engine's truncation cut; {} if none are replayed."""
+    ids = [t.kept[t.sampled] for episode in trajectories for t in (episode, *episode.branches) if t.kept is not None]
+    first = np.concatenate([kept[:, 0] for kept in ids]) if ids else np.zeros(0)
     if not first.size:
         return {}
-    sizes = np.concatenate([(kept >= 0).sum(axis=1) for kept in rows])
+    sizes = np.concatenate([(kept >= 0).sum(axis=1) for kept in ids])
     return {
         "rollout/mask_tokens_mean": float(sizes[first >= 0].mean()) if (first >= 0).any() else 0.0,
         "rollout/mask_replayed": float((first >= 0).mean()),
@@ -77,24 +77,24 @@ def kept_token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the metrics `agent/...`; empty if no response was a conversation."""
-    held = [(t, t.exchange) for t in trajectories if t.exchange is not None]
-    if not held:
+    conversations = [(t, t.exchange) for t in trajectories if t.exchange is not None]
+    if not conversations:
         return {}
-    turns = [sum(one.turns for one in (t, *t.branches)) for t, _ in held]
-    calls = sum(e.calls for _, e in held)
-    given = [int((~t.sampled[np.argmax(t.sampled) :]).sum()) if t.sampled.any() else 0 for t, _ in held]
-    programs = [e.program_s for _, e in held if e.program_s is not None]
-    of_programs = {"agent/program_s/mean": float(np.mean(programs))} if programs else {}
-    return of_programs | {
-        "agent/branches/mean": float(np.mean([1 + len(t.branches) for t, _ in held])),
-        "agent/branches_left_out": float(sum(e.branches_left_out for _, e in held)),
+    turns = [sum(branch.turns for branch in (t, *t.branches)) for t, _ in conversations]
+    calls = sum(e.calls for _, e in conversations)
+    given_tokens = [int((~t.sampled[np.argmax(t.sampled) :]).sum()) if t.sampled.any() else 0 for t, _ in conversations]
+    programs = [e.program_s for _, e in conversations if e.program_s is not None]
+    program_metrics = {"agent/program_s/mean": float(np.mean(programs))} if programs else {}
+    return program_metrics | {
+        "agent/branches/mean": float(np.mean([1 + len(t.branches) for t, _ in conversations])),
+        "agent/branches_left_out": float(sum(e.branches_left_out for _, e in conversations)),
         "agent/turns/mean": float(np.mean(turns)),
         "agent/turns/max": float(max(turns)),
         "agent/tool_calls": float(calls),
-        "agent/tool_errors": float(sum(e.call_errors for _, e in held)),
-        "agent/tool_s/mean": sum(e.call_s for _, e in held) / max(calls, 1),
-        "agent/given_tokens/mean": float(np.mean(given)),
-        "agent/faults": float(sum(e.fault is not None for _, e in held)),
+        "agent/tool_errors": float(sum(e.call_errors for _, e in conversations)),
+        "agent/tool_s/mean": sum(e.call_s for _, e in conversations) / max(calls, 1),
+        "agent/given_tokens/mean": float(np.mean(given_tokens)),
+        "agent/faults": float(sum(e.fault is not None for _, e in conversations)),
     }
 
 
@@ -144,8 +144,8 @@ def record_tokens(run: "Run", step: int, data: Batch, trajectories: Sequence[Tra
     """Writes samples/tokens_STEP.jsonl of `trainer.token_samples` responses; `value_norm` is from before the step."""
     chosen = choose_responses(np.asarray(data.mask)[: len(trajectories)], run.c.trainer.token_samples)
     if run.hosts.first and chosen:
-        known = quantities(data, chosen, value_norm, bypass=run.learner.recipe.bypass)
-        rows = records(data, trajectories, chosen, known, lambda ids: pieces(run.inputs.tokenizer, ids))
+        arrays_by_name = quantities(data, chosen, value_norm, bypass=run.learner.recipe.bypass)
+        rows = records(data, trajectories, chosen, arrays_by_name, lambda ids: pieces(run.inputs.tokenizer, ids))
         run.logger.samples(f"tokens_{step}", rows)
 
 
@@ -163,21 +163,21 @@ def quantities(data: Batch, chosen: Sequence[int], value_norm: Any, *, bypass: b
     reference's. With `bypass` the engine's log-prob is the old policy's, so there is none.
     """
 
-    def of(x: Array | None) -> Any:
+    def select(x: Array | None) -> Any:
         return None if x is None else np.asarray(x)[list(chosen)]
 
-    def minus(x: Array | None, y: Array | None) -> Any:
-        return None if x is None or y is None else of(x) - of(y)
+    def subtract(x: Array | None, y: Array | None) -> Any:
+        return None if x is None or y is None else select(x) - select(y)
 
-    value, old = of(data.get("value")), data.get("old_logprob")
+    value, old_logprob = select(data.get("value")), data.get("old_logprob")
     if value is not None and value_norm is not None:
         value = np.asarray(values.denormalised(value, np.asarray(value_norm)))
     arrays = {
-        "reward": of(data.get("reward")),
+        "reward": select(data.get("reward")),
         "value": value,
-        "advantage": of(data.get("advantage")),
-        "log_ratio_engine": None if bypass else minus(old, data.rollout_logprob),
-        "log_ratio_reference": minus(old, data.get("ref_logprob")),
+        "advantage": select(data.get("advantage")),
+        "log_ratio_engine": None if bypass else subtract(old_logprob, data.rollout_logprob),
+        "log_ratio_reference": subtract(old_logprob, data.get("ref_logprob")),
     }
     return {name: x for name, x in arrays.items() if x is not None}
 
@@ -186,7 +186,7 @@ def records(
     data: Batch,
     trajectories: Sequence[Trajectory],
     chosen: Sequence[int],
-    known: dict[str, np.ndarray],
+    arrays_by_name: dict[str, np.ndarray],
     split: Callable[[list[int]], list[str]],
 ) -> list[dict[str, Any]]:
     """Returns a row per chosen response: a list per field, with an entry per token; None where it is not trained on.
@@ -199,11 +199,11 @@ def records(
         ids = t.tokens[data.first[b] + 1 :].tolist()
         trained = data.mask[b, : len(ids)].tolist()
         row = {"sample": b, "uid": t.uid, "tokens": ids, "pieces": split(ids), "trained": trained}
-        arrays = {name: x for name, x in known.items() if not (t.given and name == "log_ratio_engine")}
+        arrays = {name: x for name, x in arrays_by_name.items() if not (t.given and name == "log_ratio_engine")}
         rows.append(row | {name: _numbers(x[i], trained) for name, x in arrays.items()})
     return rows
 
 
 def _numbers(x: np.ndarray, trained: Sequence[bool]) -> list[float | None]:
-    """Returns an f32 array as the shortest decimal numbers that read back as the same f32."""
-    return [float(text) if there else None for text, there in zip(x.astype(str), trained, strict=False)]
+    """Returns f32 numbers as the shortest decimals that read back the same; None where a token is not trained on."""
+    return [float(text) if is_trained else None for text, is_trained in zip(x.astype(str), trained, strict=False)]

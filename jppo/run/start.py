@@ -38,7 +38,7 @@ from jppo.rollout.make import (
 from jppo.rollout.publish import PolicyPublisher, publish_base
 from jppo.run import resume
 from jppo.run.agreement import Match, agree, sampling_warnings
-from jppo.run.inputs import Inputs, describe_decoding, read_inputs, require_reward, speaking
+from jppo.run.inputs import Inputs, describe_decoding, engine_arguments, read_inputs, require_reward
 from jppo.run.loop import Opened
 from jppo.run.resume import Begun, data_checksums, finished
 from jppo.runlog import durable_files
@@ -113,12 +113,12 @@ def join_hosts(c: Settings) -> Hosts:
 
 def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Run, Begun] | None:
     """Opens the run and its initial state; `stack` closes it. None: the same command has already finished."""
-    held = _hold(stack, hosts, c)
-    inputs, only_look, laps = held.inputs, c.trainer.val_only, Laps(held.timer)
-    with held.timer("start"):  # every second from here on belongs to a stage, or a stop would be ignored
+    host = _prepare_host(stack, hosts, c)
+    inputs, read_only, laps = host.inputs, c.trainer.val_only, Laps(host.timer)
+    with host.timer("start"):  # every second from here on belongs to a stage, or a stop would be ignored
         folder = expanded(c.trainer.run_dir)
-        kept = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
-        checkpoints = stack.enter_context(kept)
+        folder_checkpoints = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=read_only)
+        checkpoints = stack.enter_context(folder_checkpoints)
         hosts.together(lambda: None)  # the checkpoint folder exists, without partial writes
         if finished(c, checkpoints, inputs.total_steps):
             return None
@@ -128,7 +128,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
         c = with_servers(c, mesh)
         require_models_fit(inputs, mesh)
-        c, chosen = _choose_by_memory(c, hosts, inputs, mesh, folder)
+        c, memory_note = _choose_by_memory(c, hosts, inputs, mesh, folder)
         kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
         reference = _open_served_reference(c, inputs, hosts)
         if c.trainer.traces:
@@ -136,18 +136,18 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         open_rewards = functools.cache(lambda: _open_rewards(stack, hosts, c, inputs, mesh))
         if not c.reward.model.path:  # which takes memory of the GPU: then the servers start first
             open_rewards()
-        engine = hosts.together(lambda: open_engine(c, held.logs, hosts))  # it loads while JAX compiles
+        engine = hosts.together(lambda: open_engine(c, host.logs, hosts))  # it loads while JAX compiles
         stack.callback(engine.close)
-        open_sampler = functools.cache(lambda: hosts.together(lambda: engine.ready(**speaking(inputs))))
+        open_sampler = functools.cache(lambda: hosts.together(lambda: engine.ready(**engine_arguments(inputs))))
         if c.rollout.sleep_level:  # the GPU has no room for starting servers beside the trainer's arrays
             with laps("servers"):
                 open_sampler().sleep()
         reward_sum = open_rewards()
         with laps("models"):
             learner, begin = make_learner(c, inputs, mesh)
-        if not only_look:
+        if not read_only:
             with laps("compilation"):
-                run_programs(list_run_programs(c, learner, begin), held.timer.part)
+                run_programs(list_run_programs(c, learner, begin), host.timer.part)
         with laps("checkpoint"):
             frozen = resume.frozen_weights(learner)
             origin = resume.run_identity(c, mesh, data=data_checksums(inputs.train), frozen=frozen)
@@ -163,7 +163,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             publisher.finish(begun.now.state)
         with laps("graders"):
             hosts.together(reward_sum.ready)
-        logger = _open_logger(c, held, hosts, learner, begun)
+        logger = _open_logger(c, host, hosts, learner, begun)
         stack.enter_context(logger)
         algorithm = learner.recipe.algorithm
         supply = make_supply(
@@ -173,39 +173,39 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         )  # fmt: skip
         stack.enter_context(publisher)
         run = Run(
-            c, inputs.total_steps, hosts, checkpoints, logger, held.timer, held.watch, held.profile, held.folder,
+            c, inputs.total_steps, hosts, checkpoints, logger, host.timer, host.watch, host.profile, host.folder,
             inputs, learner, sampler, supply, reward_sum, publisher, Match(c), reference, origin,
         )  # fmt: skip
-        _introduce_run(run, begun, kernel, chosen, laps)
+        _introduce_run(run, begun, kernel, memory_note, laps)
         return run, begun
 
 
 def _open_rewards(stack: contextlib.ExitStack, hosts: Hosts, c: Settings, inputs: Inputs, mesh: Mesh) -> RewardSum:
     """Opens the reward; checks that it has the values that the estimator reads."""
-    reward_sum = hosts.together(lambda: make_reward_sum(c, mesh, hosts, **inputs.graded()))
+    reward_sum = hosts.together(lambda: make_reward_sum(c, mesh, hosts, **inputs.reward_arguments()))
     stack.callback(reward_sum.close)
     hosts.together(lambda: require_values(c, reward_sum, inputs.train.prompts))
     return reward_sum
 
 
-def _hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> _HostParts:
-    """Reads the inputs, takes the run folder, and watches for signals."""
+def _prepare_host(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> _HostParts:
+    """Opens the parts of a run on this host: reads the inputs, locks the run folder, and watches for signals."""
     folder = expanded(c.trainer.run_dir)
     require_shareable(c, hosts)
-    inputs = hosts.together(lambda: _read(c))
+    inputs = hosts.together(lambda: _read_host_inputs(c))
     _require_alike(c, hosts, inputs)
     logs = own_folder(hosts, folder)
     profile = _make_profiler(c, logs, inputs.total_steps)
     timer, t = Timers(), c.trainer
-    written = folder / "val_only" if t.val_only else folder  # leaves the run's own files unchanged
-    hosts.together(lambda: stack.enter_context(own(written)) if hosts.first else None)
+    output_folder = folder / "val_only" if t.val_only else folder  # leaves the run's own files unchanged
+    hosts.together(lambda: stack.enter_context(own(output_folder)) if hosts.first else None)
     watch = Watch(
         timer, stage_timeout_s=t.stage_timeout_s, stop_timeout_s=t.stop_timeout_s, stacks=logs / "stacks.txt",
         hosts=hosts, stopped=t.stop_exit_code,
     )  # fmt: skip
     stack.enter_context(watch)
     display = open_display(stack, c, timer, hosts)
-    return _HostParts(written, logs, inputs, timer, profile, watch, display)
+    return _HostParts(output_folder, logs, inputs, timer, profile, watch, display)
 
 
 def _choose_by_memory(
@@ -232,7 +232,7 @@ def _open_served_reference(c: Settings, inputs: Inputs, hosts: Hosts) -> "Served
     return open_reference(c, inputs.tokenizer, hosts)
 
 
-def _read(c: Settings) -> Inputs:
+def _read_host_inputs(c: Settings) -> Inputs:
     """Reads a host's inputs before it uses a device."""
     require_loggers(c)
     share_gpu(c)
@@ -247,42 +247,42 @@ def require_shareable(c: Settings, hosts: Hosts) -> None:
     """Raises UserError for settings that multi-host runs exclude or that differ between hosts."""
     if hosts.count == 1:
         return
-    mine = table.by_name(c)
-    for name, why in NOT_SHARED.items():
-        if mine[name]:
-            raise UserError(f"{name}=True {why}; leave it at False with trainer.nnodes={hosts.count}")
-    if (via := mine["rollout.publish_via"]) in ("nccl", "ipc"):
+    own_settings = table.by_name(c)
+    for name, reason in NOT_SHARED.items():
+        if own_settings[name]:
+            raise UserError(f"{name}=True {reason}; leave it at False with trainer.nnodes={hosts.count}")
+    if (via := own_settings["rollout.publish_via"]) in ("nccl", "ipc"):
         raise UserError(f"rollout.publish_via={via!r} is for one host, and this run has {hosts.count}; set it to tcp")
-    alike = {name: repr(value) for name, value in mine.items() if name not in OWN}
-    for rank, other in enumerate(hosts.gather(lambda: alike)):
-        for name, value in alike.items():
-            if (there := other.get(name)) != value:
-                raise UserError(f"{name} is {there} on host {rank} and {value} on host {hosts.rank}; set it alike")
+    shared = {name: repr(value) for name, value in own_settings.items() if name not in OWN}
+    for rank, other in enumerate(hosts.gather(lambda: shared)):
+        for name, value in shared.items():
+            if (peer := other.get(name)) != value:
+                raise UserError(f"{name} is {peer} on host {rank} and {value} on host {hosts.rank}; set it alike")
 
 
 def _require_alike(c: Settings, hosts: Hosts, inputs: Inputs) -> None:
     """Raises UserError where hosts read different data or do not share the run folder."""
     if hosts.count == 1:
         return
-    of_val = zlib.crc32(b"".join(p.ids.tobytes() + p.ground_truth.encode() for p in inputs.val.prompts))
-    sums: dict[str, Any] = {"data.train_files": data_checksums(inputs.train), "data.val_files": of_val}
+    val_checksum = zlib.crc32(b"".join(p.ids.tobytes() + p.ground_truth.encode() for p in inputs.val.prompts))
+    sums: dict[str, Any] = {"data.train_files": data_checksums(inputs.train), "data.val_files": val_checksum}
     for rank, other in enumerate(hosts.gather(lambda: sums)):
         for name, value in sums.items():
             if other[name] != value:
                 raise UserError(f"{name}: host {rank} has read other rows than host {hosts.rank}; give all the same")
     folder = expanded(c.trainer.run_dir)
-    mark = hosts.gather(lambda: _mark(folder) if hosts.first else None)[0]
-    seen = hosts.gather(lambda: (folder / mark).exists())
-    hosts.together(lambda: (folder / mark).unlink() if hosts.first else None)
-    if not all(seen):
+    mark_name = hosts.gather(lambda: _create_mark(folder) if hosts.first else None)[0]
+    hosts_see = hosts.gather(lambda: (folder / mark_name).exists())
+    hosts.together(lambda: (folder / mark_name).unlink() if hosts.first else None)
+    if not all(hosts_see):
         raise UserError(
-            f"trainer.run_dir={c.trainer.run_dir}: host {seen.index(False)} does not see what host 0 writes there;"
+            f"trainer.run_dir={c.trainer.run_dir}: host {hosts_see.index(False)} does not see what host 0 writes there;"
             " name a folder that all hosts share, where checkpoints are written by all"
         )
 
 
-def _mark(folder: pathlib.Path) -> str:
-    """Creates an empty file, which a host sees that shares the folder; returns its name."""
+def _create_mark(folder: pathlib.Path) -> str:
+    """Creates an empty file, by which hosts check that they share the folder; returns its name."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = f".hosts-{uuid.uuid4().hex[:8]}"
     (folder / mark).touch()
@@ -296,18 +296,18 @@ def _make_profiler(c: Settings, run: pathlib.Path, total_steps: int) -> Profiler
     return Profiler(run / "profile", steps)
 
 
-def _open_logger(c: Settings, held: _HostParts, hosts: Hosts, learner: StepLearner, begun: Begun) -> Logger | Silent:
+def _open_logger(c: Settings, host: _HostParts, hosts: Hosts, learner: StepLearner, begun: Begun) -> Logger | Silent:
     """Opens the metrics loggers after the last step that was logged."""
     logged = begun.logged
     if begun.step is not None and c.trainer.val_only:
         logged = begun.step - 1  # its line is written again
-    muted = () if learner.recipe.algorithm.scored else NOT_OF_DISTILLATION
-    held.display.leave_terminal()
-    options = dict[str, Any](total_steps=held.inputs.total_steps, resumed_step=logged, doing=Doing(held.timer))
-    return make_logger(c, held.folder, hosts, muted=muted, **options)
+    muted_warnings = () if learner.recipe.algorithm.scored else NOT_OF_DISTILLATION
+    host.display.leave_terminal()
+    options = dict[str, Any](total_steps=host.inputs.total_steps, resumed_step=logged, doing=Doing(host.timer))
+    return make_logger(c, host.folder, hosts, muted=muted_warnings, **options)
 
 
-def _introduce_run(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:
+def _introduce_run(run: Run, begun: Begun, kernel: str | None, memory_note: str, laps: Laps) -> None:
     """Logs what the run will do, and compares the policies of engine and trainer."""
     c, inputs, logger, mesh = run.c, run.inputs, run.logger, run.learner.mesh
     step = begun.now.step
@@ -316,15 +316,15 @@ def _introduce_run(run: Run, begun: Begun, kernel: str | None, chosen: str, laps
     lines = [
         introduce_sandbox(c, inputs.sources, inputs.agent),
         describe_refused((*inputs.train.refused, *inputs.val.refused)),
-        *sizes(inputs, mesh, run.learner.plan, begun.step),
-        *begun.said,
+        *describe_sizes(inputs, mesh, run.learner.plan, begun.step),
+        *begun.console_lines,
         inputs.policy.unread,
         kernel,
         describe_decoding(inputs.policy),
         describe_servers(c, mesh),
         make.describe_offload(c, inputs, mesh.devices.flat[0]),
         introduce_peak(mesh, c.model.compute_dtype),
-        chosen,
+        memory_note,
         f"seconds of the start: {laps}",
     ]
     for line in (*filter(None, lines), *run.profile.introduce(step)):
@@ -334,13 +334,13 @@ def _introduce_run(run: Run, begun: Begun, kernel: str | None, chosen: str, laps
     logger.note(agree(c, inputs, run.learner, begun.now.state, run.sampler, step, run.hosts))
 
 
-def sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -> list[str]:
+def describe_sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -> list[str]:
     """Returns lines on prompts, devices, rows and the resumed step."""
-    cut = inputs.train.truncated + inputs.val.truncated
-    left_out = inputs.train.overlong + inputs.val.overlong
+    truncated = inputs.train.truncated + inputs.val.truncated
+    overlong = inputs.train.overlong + inputs.val.overlong
     return [
         f"{len(inputs.train.prompts)} prompts to train on, {len(inputs.val.prompts)} to test on"
-        f" ({left_out} over-long ones left out, {cut} cut)",
+        f" ({overlong} over-long ones left out, {truncated} cut)",
         f"{mesh.devices.size} {mesh.devices.flat[0].platform} device(s), mesh {dict(mesh.shape)},"
         f" rows of shape {', '.join(f'{r}x{t}' for r, t in plan.shapes)}",
         "a new run" if resumed is None else f"resuming from the checkpoint of step {resumed}",
@@ -349,9 +349,9 @@ def sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -
 
 def introduce_sandbox(c: Settings, sources: Iterable[str], agent: "Agent | None") -> str:
     """Returns the console line on active protections; '' if the run executes no programs of the model."""
-    asked = [c.reward.grader] if c.reward.grader else sources
-    graded = not c.reward.function and any(grader_of(source) in RUNS_CODE for source in asked)
-    if not graded and not (agent is not None and agent.toolbox.runs_programs):
+    graders = [c.reward.grader] if c.reward.grader else sources
+    runs_code = not c.reward.function and any(grader_of(source) in RUNS_CODE for source in graders)
+    if not runs_code and not (agent is not None and agent.toolbox.runs_programs):
         return ""
     from jppo.sandbox.choice import describe_sandbox
 

@@ -112,7 +112,7 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
             timer.part("the first pass")
             if objective.begin is not None:
                 objective.begin(trainable, trained.learned)
-            begun = begin(c, checkpoints, objective, trainable, trained.learned, opt, origin)
+            begun = resume_or_load(c, checkpoints, objective, trainable, trained.learned, opt, origin)
             del trained, opt  # a resumed run must not hold two states
         display.leave_terminal()
         logger = make_logger(
@@ -121,17 +121,17 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
         with logger:
             durable_files.write_text(run / "config.json", settings.dump(c))
             resuming = None if begun.step is None else f"resuming from the checkpoint of step {begun.step}"
-            offloaded = make.describe_offload(c, None, task.mesh.devices.flat[0])
-            for line in filter(None, (objective.opening, resuming, *begun.said, offloaded)):
+            offload_note = make.describe_offload(c, None, task.mesh.devices.flat[0])
+            for line in filter(None, (objective.opening, resuming, *begun.console_lines, offload_note)):
                 logger.note(line)
             opened = SupervisedRun(
                 c, task.steps, ALONE, checkpoints, logger, timer, watch, Profiler(run / "profile", ()),
                 task, objective, trainable, origin,
             )  # fmt: skip
-            now = loop.learn(opened, _method(opened), begun.now)
+            now = loop.learn(opened, _make_method(opened), begun.now)
         checkpoints.wait()  # `finished` compares when the two were written
         hf_write.save_model(
-            run / "hf", trainable.model(learned(objective, now.state)[0]), task.cfg, source=c.model.path,
+            run / "hf", trainable.model(params_and_optimizer(objective, now.state)[0]), task.cfg, source=c.model.path,
             dtype=c.model.param_dtype, head=objective.head, changes=objective.changes,
         )  # fmt: skip
         return _last_metrics(run)
@@ -154,45 +154,45 @@ def _make_origin(c: Supervised, task: Task, objective: ExampleObjective, trained
     return run_identity(c, task.mesh, data={"train": objective.checksum}, frozen=frozen)
 
 
-def begin(
+def resume_or_load(
     c: Supervised,
     checkpoints: Checkpoints,
     objective: ExampleObjective,
     trainable: Trainable,
-    first: Params,
+    params: Params,
     opt: Any,
     origin: dict[str, Any],
 ) -> Begun:
-    """Resumes, or begins with the loaded model: the policy of the train state, or its value model."""
+    """Resumes from a checkpoint, or begins with the loaded `params`: the policy of the train state, or its value."""
     if objective.head == "lm":
-        state, spare = begin_state(first, opt, None, None, seed=c.trainer.seed), spare_rows(policy=trainable)
+        state, spare = begin_state(params, opt, None, None, seed=c.trainer.seed), spare_rows(policy=trainable)
     else:
-        state, spare = begin_state(None, None, first, opt, seed=c.trainer.seed), spare_rows(value=trainable)
+        state, spare = begin_state(None, None, params, opt, seed=c.trainer.seed), spare_rows(value=trainable)
     return resume_or_begin(c, checkpoints, spare, state, origin)
 
 
-def learned(objective: ExampleObjective, state: TrainState) -> tuple[Params, Any]:
-    """Returns the trained parameters and the optimizer's state."""
+def params_and_optimizer(objective: ExampleObjective, state: TrainState) -> tuple[Params, Any]:
+    """Returns the trained parameters and the optimizer's state, from the fields of policy or value."""
     return (state.policy, state.policy_opt) if objective.head == "lm" else (state.value, state.value_opt)
 
 
-def _method(run: SupervisedRun) -> loop.Method:
-    """Returns the objective as a method of the loop."""
+def _make_method(run: SupervisedRun) -> loop.Method:
+    """Returns the functions of the objective for the loop of every training, `loop.learn`."""
     c, objective = run.c, run.objective
-    drawn: list[ExampleBatch] = []  # the last step's, for the check before a save
+    last_batch: list[ExampleBatch] = []  # the last step's, for the check before a save
 
     def step(now: Progress) -> Progress:
         after, batch = take_step(run, now)
-        drawn[:] = [batch]
+        last_batch[:] = [batch]
         return after
 
     def save(now: Progress, _: dict[str, float], ended_by: BaseException | None) -> None:
         meta = run.origin | now.place
-        if now.pending is not None and not int(now.state.bad_steps):
-            meta["pending"] = now.pending | run.timer.next_step()
+        if now.unlogged is not None and not int(now.state.bad_steps):
+            meta["pending"] = now.unlogged | run.timer.next_step()
         with run.timer("save"):
-            for batch in drawn:
-                require_finite(run.trainable, learned(objective, now.state)[0], batch)
+            for batch in last_batch:
+                require_finite(run.trainable, params_and_optimizer(objective, now.state)[0], batch)
             run.logger.sync()
             spare = spare_rows(**{"policy" if objective.head == "lm" else "value": run.trainable})
             run.checkpoints.save(now.step, remove_padding(now.state, spare), meta)
@@ -200,7 +200,7 @@ def _method(run: SupervisedRun) -> loop.Method:
     def test(now: Progress) -> dict[str, float]:
         if objective.test is None:
             return {}
-        return objective.test(run.trainable, learned(objective, now.state)[0])
+        return objective.test(run.trainable, params_and_optimizer(objective, now.state)[0])
 
     return loop.Method(
         step=step,
@@ -223,7 +223,7 @@ def take_step(run: SupervisedRun, now: Progress) -> tuple[Progress, ExampleBatch
         seed=c.trainer.seed,
         shuffle=c.data.shuffle,
     )
-    params, opt = learned(objective, now.state)
+    params, opt = params_and_optimizer(objective, now.state)
     drawn = objective.draw(trainable, params, indices)
     number = np.asarray(now.step, np.int32)
     params, opt, update_metrics = trainable.learn(params, opt, number, [drawn.mini], *drawn.further, key=now.state.key)
@@ -242,7 +242,7 @@ def take_step(run: SupervisedRun, now: Progress) -> tuple[Progress, ExampleBatch
 def _require_learned(name: str, now: Progress, c: Supervised) -> None:
     """Raises Diverged where the last update was skipped."""
     if int(now.state.bad_steps):
-        metrics = now.pending or {}
+        metrics = now.unlogged or {}
         loss, norm = metrics[f"{name}/loss"], metrics[f"{name}/grad_norm"]
         message = f"{name}/loss={loss} {name}/grad_norm={norm} must be finite numbers"
         raise Diverged(f"step {now.step + 1}: {message}; {_remedy(c)}")
@@ -253,11 +253,11 @@ def _remedy(c: Supervised) -> str:
     return f"lower optim.lr={c.optim.lr}, and give the command again: it resumes from the last checkpoint"
 
 
-def require_finite(trainable: Trainable, learned: Params, drawn: ExampleBatch) -> None:
+def require_finite(trainable: Trainable, learned: Params, example_batch: ExampleBatch) -> None:
     """Raises NonFinite where finite parameters give non-finite losses or gradients, for rows of the last step."""
-    params, base, further = placing.to_device((learned, trainable.base, drawn.further))
-    rows = placing.put(drawn.mini.micros[0], drawn.mini.place)
-    carry, _ = trainable.loss.accumulate(params, base, trainable.zeros(), rows, drawn.mini.counts, *further)
+    params, base, further = placing.to_device((learned, trainable.base, example_batch.further))
+    rows = placing.put(example_batch.mini.micros[0], example_batch.mini.place)
+    carry, _ = trainable.loss.accumulate(params, base, trainable.zeros(), rows, example_batch.mini.counts, *further)
     leaves: Sequence[Any] = jax.tree.leaves(carry)
     if nonfinite({str(number): leaf for number, leaf in enumerate(leaves)}):
         raise NonFinite("the loss or its gradient is not a finite number")

@@ -19,17 +19,17 @@ def read_tokenizer(c: Common, *models: ModelConfig) -> Any:
                 f"{c.model.path}: the tokenizer has {len(tokenizer)} tokens, the embedding of a model that reads them"
                 f" vocab_size={model.vocab_size}; use the tokenizer that the model was made with"
             )
-        given = c.model.max_position_embeddings
-        scaled = min((kind.rotary.longest or math.inf for kind in model.kinds), default=math.inf)
-        if given > scaled:
+        configured = c.model.max_position_embeddings
+        rope_limit = min((kind.rotary.longest or math.inf for kind in model.kinds), default=math.inf)
+        if configured > rope_limit:
             raise UserError(
-                f"model.max_position_embeddings={given} must be at most {scaled}, the context of the model's rope"
-                " scaling; lower it"
+                f"model.max_position_embeddings={configured} must be at most {rope_limit}, the context of the model's"
+                " rope scaling; lower it"
             )
-        bound = given if given > 0 else model.max_position_embeddings
-        if longest > bound:
+        context = configured if configured > 0 else model.max_position_embeddings
+        if longest > context:
             raise UserError(
                 f"data.max_prompt_length+data.max_response_length={longest} must be within the model's"
-                f" max_position_embeddings={bound}; lower one of them, or raise model.max_position_embeddings"
+                f" max_position_embeddings={context}; lower one of them, or raise model.max_position_embeddings"
             )
     return tokenizer

@@ -23,7 +23,7 @@ from jppo.runlog.checkpoint_arrays import checksum_of_all, restore_field
 from jppo.settings import Settings, by_name
 from jppo.types import Params, TrainState
 
-Found = dict[str, Any]  # settings by their dotted names
+SettingsByName = dict[str, Any]  # by dotted names
 
 
 class Unwritten(RunEnded):
@@ -57,7 +57,7 @@ class TrainedPolicy:
     kind: str  # 'model', or 'adapter': needs its base
     step: int | None  # of its checkpoint; None: the final model
     dtype: str  # of its weights
-    settings: Found  # of the run
+    settings: SettingsByName  # of the run
     versions: dict[str, str]  # of the training software, if known
     write: Callable[[pathlib.Path], object]  # as a directory, atomically
 
@@ -107,15 +107,15 @@ def run_of(path: pathlib.Path) -> pathlib.Path | None:
     return path.parent.parent if folder.name == "checkpoints" else None
 
 
-def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: str | None) -> TrainedPolicy:
+def policy_of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: str | None) -> TrainedPolicy:
     """Makes the policy of a checkpoint; `base` replaces the run's model.path, `merge` merges adapters.
 
     `dtype` None: the dtype of the parameters in training.
     """
     mesh = sharding.mesh_of_shape((1,))
-    read: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
 
-    def like(meta: dict[str, Any]) -> Params:
+    def make_template(meta: dict[str, Any]) -> Params:
         settings = meta.get("config", {})
         source = settings.get("model.path") if base is None else base
         if not source:
@@ -124,40 +124,40 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
             _, cfg = hf.read_config(source)
         except UserError as e:
             raise UserError(f"the run's model.path: {e}, or name another place of it by --base DIR") from e
-        adapters = _adapters(settings)
-        kind = settings["model.param_dtype"]
-        weights = state.model_weights(cfg, mesh, head="lm", param_dtype=kind, adapters=adapters)
-        read.update(settings=settings, source=source, cfg=cfg, how=adapters, weights=weights, kind=kind)
+        adapters = _make_adapters(settings)
+        param_dtype = settings["model.param_dtype"]
+        weights = state.model_weights(cfg, mesh, head="lm", param_dtype=param_dtype, adapters=adapters)
+        parts.update(settings=settings, source=source, cfg=cfg, how=adapters, weights=weights, kind=param_dtype)
         layout = weights if adapters is None else state.adapters(cfg, mesh, adapters, head="lm")
         return state.abstract(layout)
 
-    restored = restore_field(path, "policy", like)
-    cfg, adapters, settings = read["cfg"], read["how"], read["settings"]
-    about: dict[str, Any] = dict(step=restored.step, settings=settings, versions=restored.meta.get("versions", {}))
+    restored = restore_field(path, "policy", make_template)
+    cfg, adapters, settings = parts["cfg"], parts["how"], parts["settings"]
+    facts: dict[str, Any] = dict(step=restored.step, settings=settings, versions=restored.meta.get("versions", {}))
     if adapters is not None and not merge:
 
         def write_adapter(out: pathlib.Path) -> None:
-            hf_write.save_adapter(out, restored.state, cfg, adapters, base=read["source"])
+            hf_write.save_adapter(out, restored.state, cfg, adapters, base=parts["source"])
 
-        return TrainedPolicy("adapter", dtype="float32", write=write_adapter, **about)
-    dtype = read["kind"] if dtype is None else dtype
+        return TrainedPolicy("adapter", dtype="float32", write=write_adapter, **facts)
+    dtype = parts["kind"] if dtype is None else dtype
     model = restored.state
     if adapters is not None:
-        base_params = _base(read["weights"], read["source"], settings, restored.meta)
+        base_params = _load_base(parts["weights"], parts["source"], settings, restored.meta)
         model = lora.join(model, lora.Base(base_params, adapters.scale))
 
     def write(out: pathlib.Path) -> None:
-        hf_write.save_model(out, model, cfg, source=read["source"], dtype=dtype)
+        hf_write.save_model(out, model, cfg, source=parts["source"], dtype=dtype)
 
-    return TrainedPolicy("model", dtype=dtype, write=write, **about)
+    return TrainedPolicy("model", dtype=dtype, write=write, **facts)
 
 
-def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> TrainedPolicy:
+def policy_of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> TrainedPolicy:
     """Makes the policy of a run without checkpoints: hf/, or its adapter/ unless merged; `dtype` None: as stored."""
-    about: dict[str, Any] = dict(step=None, settings=by_name(durable_files.read_json(run / "config.json")), versions={})
+    facts: dict[str, Any] = dict(step=None, settings=by_name(durable_files.read_json(run / "config.json")), versions={})
     if (run / "adapter").is_dir() and not merge:
         return TrainedPolicy(
-            "adapter", dtype="float32", write=lambda out: shutil.copytree(run / "adapter", out), **about
+            "adapter", dtype="float32", write=lambda out: shutil.copytree(run / "adapter", out), **facts
         )
     config, cfg = hf.read_config(run / "hf")
     hf.check_weights(run / "hf", cfg, head="lm")
@@ -167,22 +167,23 @@ def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> TrainedPo
         model = hf.load_params(run / "hf", cfg, head="lm", param_dtype=dtype)
         hf_write.save_model(out, model, cfg, source=run / "hf", dtype=dtype)
 
-    return TrainedPolicy("model", dtype=dtype, write=write, **about)
+    return TrainedPolicy("model", dtype=dtype, write=write, **facts)
 
 
-def _adapters(settings: Found) -> Lora | None:
+def _make_adapters(settings: SettingsByName) -> Lora | None:
+    """Makes the LoRA settings of a run; None for full fine-tuning."""
     rank = settings["model.lora_rank"]
     targets = lora.parse_targets(settings["model.target_modules"])
     base = settings.get("model.base_quantization", "none")  # absent from runs of older versions
     return None if rank == 0 else Lora(rank, settings["model.lora_alpha"], targets, base=base)
 
 
-def _base(layout: state.ModelLayout, source: str, settings: Found, meta: dict[str, Any]) -> Params:
-    """Loads the adapters' base and checks that it is the one of training."""
+def _load_base(layout: state.ModelLayout, source: str, settings: SettingsByName, meta: dict[str, Any]) -> Params:
+    """Loads the frozen base of adapters; raises UserError if it is not the one that they were trained on."""
     key = jax.random.fold_in(jax.random.key(settings["trainer.seed"]), 0)
     params = state.load_sharded(layout, source, init=settings["model.init"], key=key)
-    then = meta.get("frozen", {}).get("model.path")
-    if then is not None and then != checksum_of_all(params):
+    checksum = meta.get("frozen", {}).get("model.path")
+    if checksum is not None and checksum != checksum_of_all(params):
         raise UserError(
             f"{source}: its weights differ from the base of the adapters; name the directory of that base by --base DIR"
         )

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tested:
-    """The responses to a set of prompts, n consecutive ones per prompt, with their rewards."""
+class TestResult:
+    """The result of a test: n consecutive responses per prompt, with their rewards."""
 
     prompts: Sequence[Prompt]
     n: int
@@ -41,7 +41,7 @@ def run_test(
     batch_size: int = -1,
     watch: Callable[[], None] = lambda: None,
     hosts: Hosts = ALONE,
-) -> Tested:
+) -> TestResult:
     """Samples and grades `sampling.n` responses per prompt, `batch_size` prompts at once (-1: all), over all hosts.
 
     `watch` is called after each response, from any thread.
@@ -49,13 +49,13 @@ def run_test(
     size = max(1, len(prompts)) if batch_size == -1 else batch_size
     trajectories, rewards = [], []
     for first in range(0, len(prompts), size):
-        some = prompts[first : first + size]
+        block = prompts[first : first + size]
         seeded = dataclasses.replace(sampling, seed=sampling.seed + first)  # batches must not reuse seeds
-        draw = functools.partial(_sample, sampler, some, reward_sum, seeded, version=version, watch=watch, hosts=hosts)
-        drawn, grading = hosts.together(draw)
-        trajectories += of_hosts.of_all(hosts, drawn)
+        draw = functools.partial(_sample, sampler, block, reward_sum, seeded, version=version, watch=watch, hosts=hosts)
+        responses, grading = hosts.together(draw)
+        trajectories += of_hosts.of_all(hosts, responses)
         rewards += of_hosts.rewards_of_all(hosts, grading.collect)
-    return Tested(prompts, sampling.n, trajectories, rewards)
+    return TestResult(prompts, sampling.n, trajectories, rewards)
 
 
 def _sample(
@@ -68,18 +68,18 @@ def _sample(
     watch: Callable[[], None] = lambda: None,
     hosts: Hosts = ALONE,
 ) -> tuple[list[Trajectory], Grading]:
-    """Samples this host's responses; grading starts with each response."""
+    """Samples this host's responses; returns them and their grading, which begins with each response."""
     grading = reward_sum.begin()
 
-    def done(number: int, t: Trajectory) -> None:
+    def grade(number: int, t: Trajectory) -> None:
         grading.submit(number, sample_of(prompts[number // sampling.n], t))
         watch()
 
     if hosts.count == 1:
-        return sampler.generate(prompts, sampling, version=version, done=done), grading
+        return sampler.generate(prompts, sampling, version=version, done=grade), grading
     share = hosts.share(len(prompts))
-    only = range(share.start * sampling.n, share.stop * sampling.n)
-    future = sampler.start(prompts, sampling, done=done, only=only)  # seeded by its index among all hosts' prompts
+    numbers = range(share.start * sampling.n, share.stop * sampling.n)
+    future = sampler.start(prompts, sampling, done=grade, only=numbers)  # seeded by its index among all hosts' prompts
     try:
         return future.result(), grading
     except BaseException:
@@ -87,7 +87,7 @@ def _sample(
         raise
 
 
-def summaries(tested: Tested) -> dict[str, dict[str, statistics.MeanSe]]:
+def summaries(tested: TestResult) -> dict[str, dict[str, statistics.MeanSe]]:
     """Returns statistics over all prompts, under '', and per data source; ungraded responses are left out."""
     of_source: dict[str, list[statistics.Samples]] = {"": []}
     for i, prompt in enumerate(tested.prompts):
@@ -98,13 +98,13 @@ def summaries(tested: Tested) -> dict[str, dict[str, statistics.MeanSe]]:
     return {source: statistics.summarise(of_source[source], tested.n) for source in sorted(of_source)}
 
 
-def metrics(tested: Tested) -> dict[str, float]:
+def metrics(tested: TestResult) -> dict[str, float]:
     """Returns the metrics `val/...`: of all prompts, and per data source if there are several."""
     by_name: dict[str, float] = {}
     by_source = summaries(tested)
     for source, summary in by_source.items():
-        for statistic, (mean, se, asked) in summary.items():
-            errors = [se] if asked > 1 else []  # unknown for a single prompt
+        for statistic, (mean, se, prompt_count) in summary.items():
+            errors = [se] if prompt_count > 1 else []  # unknown for a single prompt
             if not source:
                 by_name |= {f"val/{statistic}": mean} | {f"val/{statistic}_se": se for se in errors}
             elif len(by_source) > 2:
@@ -115,18 +115,18 @@ def metrics(tested: Tested) -> dict[str, float]:
     return by_name
 
 
-def rows(tested: Tested) -> list[dict[str, Any]]:
+def rows(tested: TestResult) -> list[dict[str, Any]]:
     """Returns the rows of the samples file."""
-    asked = [prompt for prompt in tested.prompts for _ in range(tested.n)]
-    return sample_rows(asked, tested.trajectories, tested.rewards)
+    prompts = [prompt for prompt in tested.prompts for _ in range(tested.n)]
+    return sample_rows(prompts, tested.trajectories, tested.rewards)
 
 
-def shown_answer(tested: Tested, count: int) -> list[dict[str, Any]]:
+def first_responses(tested: TestResult, count: int) -> list[dict[str, Any]]:
     """Returns the rows of the first response to each of the first `count` prompts, the same in every test."""
     return rows(tested)[:: tested.n][:count]
 
 
-def line(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     """Formats a row for the console."""
     mark = row["error"] if row["score"] is None else f"score {row['score']:g}"
     truth = f"; truth {row['ground_truth']}" if row["ground_truth"] else ""
@@ -134,8 +134,8 @@ def line(row: dict[str, Any]) -> str:
 
 
 def _short(text: str | list[dict[str, str]], limit: int = 60) -> str:
-    one = " ".join((text if isinstance(text, str) else text[-1]["content"]).split())
-    return one if len(one) <= limit else "…" + one[-limit:]
+    line = " ".join((text if isinstance(text, str) else text[-1]["content"]).split())
+    return line if len(line) <= limit else "…" + line[-limit:]
 
 
 def validate(run: "Run", version: int) -> dict[str, float]:
@@ -153,8 +153,8 @@ def validate(run: "Run", version: int) -> dict[str, float]:
         hosts=run.hosts,
     )
     run.logger.samples(f"test_{version}", rows(tested))
-    some = shown_answer(tested, c.trainer.log_val_generations)
-    for row in some:
-        run.logger.note(line(row))
-    run.logger.generations(version, some)
+    shown = first_responses(tested, c.trainer.log_val_generations)
+    for row in shown:
+        run.logger.note(format_row(row))
+    run.logger.generations(version, shown)
     return metrics(tested)

@@ -19,7 +19,7 @@ from jppo.rewards.parts import SCORE
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog import trajectories
 from jppo.runlog.timers import Count
-from jppo.samples.given import of_policy
+from jppo.samples.given import mark_given_unusable
 from jppo.samples.queue import Group, SampleQueue, StepSamples
 from jppo.types import Reward, StepData, Trajectory
 
@@ -49,8 +49,8 @@ def differs(rewards: Sequence[Reward], metric: str) -> bool:
 def trains(trajectories: Sequence[Trajectory], rewards: Sequence[Reward], *, filter_truncated: bool) -> bool:
     """Whether any sample of a prompt is trained on."""
     return any(
-        reward.unusable is None and any(not filtered_out(t, filter_truncated) for t in (whole, *whole.branches))
-        for whole, reward in zip(trajectories, rewards, strict=True)
+        reward.unusable is None and any(not filtered_out(t, filter_truncated) for t in (episode, *episode.branches))
+        for episode, reward in zip(trajectories, rewards, strict=True)
     )
 
 
@@ -64,40 +64,41 @@ class DynamicSampleQueue:
         cursor: Cursor,
         order_of: Order | Memory | None = None,
     ):
-        """`gen_batch` makes the supply of one gen batch from its index within the step and the position in the data."""
-        self._how = options
+        """`gen_batch` makes the queue of one gen batch, from its index in the step and the position in the data."""
+        self._options = options
         self._order_of = order_of
         self._gen_batch = gen_batch
         self._cursor = cursor
-        self._under_way: SampleQueue | None = None  # the gen batch
+        self._gen_queue: SampleQueue | None = None  # the gen batch
 
     def take(self, step: int) -> StepSamples:
         """Samples and grades the groups of a step; raises RolloutError if none is left to learn from."""
-        options, after, waited, sampling = self._how, self._cursor, 0.0, 0.0
-        kept, rewards, scored, lacking = list[Group](), list[Reward](), list[Reward](), 0
-        sampled = list[Group]()
+        options, after, waited_s, sampling_s = self._options, self._cursor, 0.0, 0.0
+        useful, rewards, policy_rewards, lacking_metric = list[Group](), list[Reward](), list[Reward](), 0
+        all_groups = list[Group]()
         for batches in itertools.count(1):
-            supply = self._under_way = self._gen_batch(batches - 1, after)
-            drawn = supply.take(step)
-            groups = _groups(drawn, options.n)
-            sampled += groups if options.keeps_dropped else []
-            new = [r for group in groups for r in group.rewards]
-            rewards, after = rewards + new, supply.note_rewards(drawn, new)
-            scored += of_policy(drawn.trajectories, new)
-            waited, sampling = waited + drawn.waited_s, sampling + drawn.sampling_s
-            if all(r.error is not None for r in new):  # more batches would not help; without others the step raises it
-                kept = kept or groups
+            gen_queue = self._gen_queue = self._gen_batch(batches - 1, after)
+            samples = gen_queue.take(step)
+            groups = _grade_groups(samples, options.n)
+            all_groups += groups if options.keeps_dropped else []
+            new_rewards = [r for group in groups for r in group.rewards]
+            rewards, after = rewards + new_rewards, gen_queue.note_rewards(samples, new_rewards)
+            policy_rewards += mark_given_unusable(samples.trajectories, new_rewards)
+            waited_s, sampling_s = waited_s + samples.waited_s, sampling_s + samples.sampling_s
+            # Where every grader failed, more batches would not help; without useful groups the step raises the error.
+            if all(r.error is not None for r in new_rewards):
+                useful = useful or groups
                 break
-            lacking += sum(all(options.metric not in r.parts for r in group.rewards) for group in groups)
-            trained = [
+            lacking_metric += sum(all(options.metric not in r.parts for r in group.rewards) for group in groups)
+            trained_groups = [
                 g for g in groups if trains(g.trajectories, g.rewards, filter_truncated=options.filter_truncated)
             ]
-            kept += [group for group in trained if differs(group.rewards, options.metric)]
-            if len(kept) >= options.prompts or batches == options.most:
+            useful += [group for group in trained_groups if differs(group.rewards, options.metric)]
+            if len(useful) >= options.prompts or batches == options.most:
                 break
         self._cursor = after
-        count, used = len(rewards) // options.n, kept[: options.prompts]
-        if not kept:
+        count, used = len(rewards) // options.n, useful[: options.prompts]
+        if not useful:
             raise RolloutError(
                 f"step {step + 1}: none of the {count} prompts of {batches} gen batches has samples that differ in"
                 f" algorithm.filter_groups_metric={options.metric}; raise algorithm.max_num_gen_batches={options.most},"
@@ -106,29 +107,29 @@ class DynamicSampleQueue:
         metrics = {
             "train/num_gen_batches": float(batches),
             "train/num_prompts": float(len(used)),
-            "training/filter_groups/evicted_samples": float(count - len(kept)),
-            "training/filter_groups/discarded_surplus_samples": float(len(kept) - len(used)),
-            "training/filter_groups/without_metric": lacking / count if options.metric != SCORE else 0.0,
-            "train/sampled_score": _mean([r.score for r in scored if r.unusable is None]),
+            "training/filter_groups/evicted_samples": float(count - len(useful)),
+            "training/filter_groups/discarded_surplus_samples": float(len(useful) - len(used)),
+            "training/filter_groups/without_metric": lacking_metric / count if options.metric != SCORE else 0.0,
+            "train/sampled_score": _mean([r.score for r in policy_rewards if r.unusable is None]),
             "train/sampled_errors": float(sum(r.error is not None for r in rewards)),
         }
-        chosen = [reward for group in used for reward in group.rewards]
-        taken = set(map(id, used))
-        best = [group.baseline for group in used if group.baseline is not None]
+        used_rewards = [reward for group in used for reward in group.rewards]
+        used_ids = set(map(id, used))
+        baselines = [group.baseline for group in used if group.baseline is not None]
         return StepSamples(
             prompts=[group.prompt for group in used],
             trajectories=[t for group in used for t in group.trajectories],
             after=after,
-            waited_s=waited,
-            sampling_s=sampling,
-            wait_for_rewards=lambda: (chosen, best or None),
+            waited_s=waited_s,
+            sampling_s=sampling_s,
+            wait_for_rewards=lambda: (used_rewards, baselines or None),
             metrics=metrics,
-            dropped=tuple(group for group in sampled if id(group) not in taken),
+            dropped=tuple(group for group in all_groups if id(group) not in used_ids),
         )
 
     def progress(self, step: int) -> Count:
-        """Returns how many responses of the gen batch are there."""
-        return Count("responses") if self._under_way is None else self._under_way.progress(step)
+        """Returns the number of finished responses of the gen batch."""
+        return Count("responses") if self._gen_queue is None else self._gen_queue.progress(step)
 
     def settle(self) -> None:
         """Does nothing: no request is in flight between steps."""
@@ -158,24 +159,24 @@ class DynamicSampleQueue:
         if not state:
             return []
         lines = ["the samples that the checkpoint has of the next steps are drawn again, by dynamic sampling"]
-        here = (self._cursor.epoch, self._cursor.index)
-        behind = [one for one in trajectories.read_steps(state) if (one.after["epoch"], one.after["index"]) <= here]
-        if left := sum(len(one.left) for one in behind):
-            lines.append(f"{left} prompts that rollout.partial had put off are left out of this epoch")
+        position = (self._cursor.epoch, self._cursor.index)
+        passed = [s for s in trajectories.read_steps(state) if (s.after["epoch"], s.after["index"]) <= position]
+        if count := sum(len(s.left) for s in passed):
+            lines.append(f"{count} prompts that rollout.partial had put off are left out of this epoch")
         return lines
 
 
-def _groups(drawn: StepSamples, n: int) -> list[Group]:
-    """Waits for the rewards of a gen batch."""
-    rewards, best = drawn.wait_for_rewards()
+def _grade_groups(samples: StepSamples, n: int) -> list[Group]:
+    """Waits for the rewards of a gen batch, and returns its samples by prompt."""
+    rewards, baselines = samples.wait_for_rewards()
     return [
         Group(
             prompt,
-            drawn.trajectories[i * n : (i + 1) * n],
+            samples.trajectories[i * n : (i + 1) * n],
             rewards[i * n : (i + 1) * n],
-            None if best is None else best[i],
+            None if baselines is None else baselines[i],
         )
-        for i, prompt in enumerate(drawn.prompts)
+        for i, prompt in enumerate(samples.prompts)
     ]
 
 

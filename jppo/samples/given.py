@@ -19,13 +19,13 @@ from jppo.types import Prompt, Reward, Trajectory
 Give = Callable[[Prompt], list[Trajectory]]
 
 
-def given_texts(given: Callable[[Prompt], Sequence[str]], prompt: Prompt, *, n: int, setting: str) -> Sequence[str]:
-    """Returns the texts that an algorithm gives for a prompt; UserError if they cannot take places of its `n`.
+def given_texts(give: Callable[[Prompt], Sequence[str]], prompt: Prompt, *, n: int, setting: str) -> Sequence[str]:
+    """Returns the texts that an algorithm gives for a prompt; UserError if they cannot replace some of its `n` samples.
 
-    `setting` is what names the algorithm, for errors.
+    `setting` names the algorithm in errors.
     """
     try:
-        texts = given(prompt)
+        texts = give(prompt)
     except Exception as e:  # a user's function may raise anything
         raise UserError(f"{setting}: `given` raises {explain(e)} for prompt {prompt.uid}; correct it") from e
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text.strip() for text in texts):
@@ -42,37 +42,37 @@ def given_texts(given: Callable[[Prompt], Sequence[str]], prompt: Prompt, *, n: 
 
 
 def answer_of(
-    ids: Sequence[int], *, most: int, stop: Sequence[str], ends: Sequence[int], decode: Callable[[list[int]], str]
+    ids: Sequence[int], *, limit: int, stop: Sequence[str], ends: Sequence[int], decode: Callable[[list[int]], str]
 ) -> Answer:
-    """Returns a text's tokens as the policy would have sampled them: at most `most`, up to an end token or stop text.
+    """Returns a given text's tokens as the policy would have sampled them: `limit` at most, up to an end or stop text.
 
-    A text with neither gets the first of the end tokens; without `ends` they do not end a response.
+    `ends` are the end tokens, and a text without an end gets the first; () if they do not end a response.
     """
-    stopped = cut_at(ids, decode, stop, new=len(ids))
-    lengths = [i for i, token in enumerate(ids, 1) if token in ends] + ([] if stopped is None else [stopped])
+    stop_length = cut_at(ids, decode, stop, new=len(ids))
+    lengths = [i for i, token in enumerate(ids, 1) if token in ends] + ([] if stop_length is None else [stop_length])
     if not lengths and ends:
         ids, lengths = [*ids, ends[0]], [len(ids) + 1]
-    n = min([*lengths, len(ids), most])
-    return Answer([*ids[:n]], [0.0] * n, [-1] * n, "stop" if n in lengths else "length")
+    length = min([*lengths, len(ids), limit])
+    return Answer([*ids[:length]], [0.0] * length, [-1] * length, "stop" if length in lengths else "length")
 
 
-def by_number(give: Give | None, prompts: Sequence[Prompt], groups: Collection[int], n: int) -> dict[int, Trajectory]:
-    """Returns the given responses of these groups by the numbers of the samples whose places they take."""
-    given = {group: give(prompts[group]) for group in groups} if give is not None else {}
-    return {(group + 1) * n - len(some) + j: t for group, some in given.items() for j, t in enumerate(some)}
+def given_for(give: Give | None, prompts: Sequence[Prompt], groups: Collection[int], n: int) -> dict[int, Trajectory]:
+    """Returns the given responses of these `groups` (indices of prompts) by the indices of the samples they replace."""
+    by_group = {group: give(prompts[group]) for group in groups} if give is not None else {}
+    return {(group + 1) * n - len(given) + j: t for group, given in by_group.items() for j, t in enumerate(given)}
 
 
-def without_others(found: Found, given: Mapping[int, Trajectory]) -> Found:
-    """Returns saved responses without those that the run samples where they were given, or gives otherwise."""
+def keep_current(saved: Found, given_now: Mapping[int, Trajectory]) -> Found:
+    """Returns a checkpoint's responses without those that this run would sample or give differently."""
 
-    def same(number: int, t: Trajectory) -> bool:
-        now = given.get(number)
-        return not t.given if now is None else np.array_equal(t.tokens, now.tokens)
+    def is_current(number: int, t: Trajectory) -> bool:
+        current = given_now.get(number)
+        return not t.given if current is None else np.array_equal(t.tokens, current.tokens)
 
-    return found.only([number for number, t in found.responses.items() if same(number, t)])
+    return saved.only([number for number, t in saved.responses.items() if is_current(number, t)])
 
 
-def of_policy(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> list[Reward]:
+def mark_given_unusable(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> list[Reward]:
     """Returns the rewards with given responses marked unusable, because these say nothing about the policy."""
     return [
         dataclasses.replace(reward, unusable="the response was given") if t.given else reward

@@ -26,17 +26,18 @@ from jppo.types import Prompt, Reward, Sampling, Trajectory
 
 def step_sampling(c: Loop, version: int, gen_batch: int = 0) -> Sampling:
     """Makes the sampling parameters of a step's gen batch; seeds differ by step and gen batch."""
-    sampling = _made_sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
-    kept = c.rollout.mask_replay_tokens if c.rollout.mask_replay else 0
-    return dataclasses.replace(sampling, experts=c.rollout.routing_replay, kept=kept)
+    sampling = _make_sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
+    kept_tokens = c.rollout.mask_replay_tokens if c.rollout.mask_replay else 0
+    return dataclasses.replace(sampling, experts=c.rollout.routing_replay, kept=kept_tokens)
 
 
 def val_sampling(c: Settings) -> Sampling:
     """Makes the sampling parameters of a test; all tests of a run use the same seeds, to be comparable."""
-    return _made_sampling(c, c.rollout.val_kwargs, c.trainer.seed)
+    return _make_sampling(c, c.rollout.val_kwargs, c.trainer.seed)
 
 
-def _made_sampling(c: Loop, section: Rollout | ValKwargs, entropy: int | list[int]) -> Sampling:
+def _make_sampling(c: Loop, section: Rollout | ValKwargs, entropy: int | list[int]) -> Sampling:
+    """Makes the sampling parameters of a section; `entropy` determines their seed."""
     return Sampling(
         temperature=section.temperature,
         top_p=section.top_p,
@@ -84,32 +85,30 @@ def make_supply(
         partial=c.rollout.partial,
         greedy=baseline,
         sampling=functools.partial(step_sampling, c),
-        graders=graders(c),
+        graders=fingerprint_graders(c),
         give=give,
     )
     a = c.algorithm
-    metric, most = a.filter_groups_metric, a.max_num_gen_batches
-    of_step = Filter(
-        c.data.train_batch_size, c.rollout.n, metric, most, filter_truncated=a.filter_truncated,
+    metric, max_batches = a.filter_groups_metric, a.max_num_gen_batches
+    filter_settings = Filter(
+        c.data.train_batch_size, c.rollout.n, metric, max_batches, filter_truncated=a.filter_truncated,
         keeps_dropped=keeps_dropped,
     )  # fmt: skip
     if not a.filter_groups:
         return SampleQueue(options, train, sampler, reward_sum, cursor, hosts)
     options = dataclasses.replace(options, batch_size=prompts_per_batch(c))
 
-    def gen_batch(index: int, at: Cursor) -> SampleQueue:
+    def gen_batch(index: int, position: Cursor) -> SampleQueue:
         sampling = functools.partial(step_sampling, c, gen_batch=index)
-        return SampleQueue(dataclasses.replace(options, sampling=sampling), train, sampler, reward_sum, at, hosts)
+        return SampleQueue(dataclasses.replace(options, sampling=sampling), train, sampler, reward_sum, position, hosts)
 
-    return DynamicSampleQueue(of_step, gen_batch, cursor, train.order_of)
+    return DynamicSampleQueue(filter_settings, gen_batch, cursor, train.order_of)
 
 
 def make_texts(c: Settings) -> Callable[[Prompt], Sequence[str]] | None:
     """Makes the function that returns the texts of a prompt's given responses; None if the algorithm gives none."""
-    given = parts.estimator(c).given
-    return (
-        None if given is None else functools.partial(given_texts, given, n=c.rollout.n, setting=parts.host_setting(c))
-    )
+    give = parts.estimator(c).given
+    return None if give is None else functools.partial(given_texts, give, n=c.rollout.n, setting=parts.host_setting(c))
 
 
 def require_given(c: Settings, prompts: Sequence[Prompt]) -> None:
@@ -120,24 +119,24 @@ def require_given(c: Settings, prompts: Sequence[Prompt]) -> None:
 
 
 def make_given(c: Settings, tokenizer: Any, end_tokens: Sequence[int]) -> Give | None:
-    """Makes the function that returns a prompt's given responses; None if the algorithm gives none."""
-    texts, most, end = make_texts(c), c.data.max_response_length, tokenizer.eos_token_id
+    """Makes the function that returns a prompt's given responses as trajectories; None if the algorithm gives none."""
+    texts, limit, end_token = make_texts(c), c.data.max_response_length, tokenizer.eos_token_id
     if texts is None:
         return None
-    ends = () if c.rollout.ignore_eos else (end_tokens[0] if end is None else end, *end_tokens)
+    ends = () if c.rollout.ignore_eos else (end_tokens[0] if end_token is None else end_token, *end_tokens)
     read = functools.partial(decode, tokenizer)
 
     def give(prompt: Prompt) -> list[Trajectory]:
-        some = texts(prompt)
-        tokenised = encode_all(tokenizer, some, max_length=most, add_special_tokens=False) if some else []
-        answers = [answer_of(ids, most=most, stop=c.rollout.stop_texts, ends=ends, decode=read) for ids in tokenised]
+        given = texts(prompt)
+        tokenised = encode_all(tokenizer, given, max_length=limit, add_special_tokens=False) if given else []
+        answers = [answer_of(ids, limit=limit, stop=c.rollout.stop_texts, ends=ends, decode=read) for ids in tokenised]
         return [respond(prompt, answer, text=read(answer.tokens)) for answer in answers]
 
     return give
 
 
-def graders(c: Settings) -> dict[str, Any]:
-    """Returns what the reward depends on, as JSON types: its settings and the state of the files they name.
+def fingerprint_graders(c: Settings) -> dict[str, Any]:
+    """Returns what a reward depends on, as JSON types, to compare runs: settings and the state of files they name.
 
     Of a file the checksum; of a folder, such as a reward model's, the sizes and times of its files.
     """
@@ -167,20 +166,20 @@ def mark_stale(
 
     With a log-prob correction, stale samples are kept: it weights them.
     """
-    age, most = ages(drawn.trajectories, step), max_staleness(c)
-    if most == 0:
+    age, max_age = ages(drawn.trajectories, step), max_staleness(c)
+    if max_age == 0:
         if age.any():
-            old = drawn.trajectories[int(np.argmax(age))]
+            oldest = drawn.trajectories[int(np.argmax(age))]
             raise RolloutError(
-                f"prompt {old.uid} was sampled by the weights {step - int(age.max())}, not by version {step}"
+                f"prompt {oldest.uid} was sampled by the weights {step - int(age.max())}, not by version {step}"
             )
         return rewards, {}
-    limit = most if c.algorithm.old_logprob != "correction" else math.inf
+    limit = max_age if c.algorithm.old_logprob != "correction" else math.inf
     dropped = [i for i, r in enumerate(rewards) if r.unusable is None and age[i] > limit]
     rewards, count = list(rewards), max(1, sum(not t.given for t in drawn.trajectories))
     for i in dropped:
-        why = f"sampled by weights {age[i]} updates old, more than rollout.max_staleness={most}"
-        rewards[i] = dataclasses.replace(rewards[i], unusable=why)
+        problem = f"sampled by weights {age[i]} updates old, more than rollout.max_staleness={max_age}"
+        rewards[i] = dataclasses.replace(rewards[i], unusable=problem)
     return rewards, {
         "rollout/staleness_mean": float(age.sum()) / count,
         "rollout/staleness_max": float(age.max()),

@@ -1,10 +1,10 @@
 """The samples of each step: requested on demand, or prefetched while the trainer learns.
 
-    take(step)      returns the samples of a step and requests those of later steps
-    settle()        waits for all requests, before an update that must not overlap any
-    learned(...)    passes its rewards to the order of the prompts
-    forget(step)    ends the step
-    state()         requests that are not yet trained on, with finished responses, for a checkpoint
+    take(step)         returns the samples of a step and requests those of later steps
+    settle()           waits for all requests, before an update that must not overlap any
+    note_rewards(...)  passes its rewards to the order of the prompts
+    forget(step)       ends the step
+    state()            requests that are not yet trained on, with finished responses, for a checkpoint
 
 With `staleness` 0, training is synchronous: a step's prompts are requested with the policy that learns from them. With
 k, up to k further steps are in flight, sampled by weights up to k updates old. With `partial`, a step takes the first
@@ -28,17 +28,17 @@ from jppo.rewards.parts import Grading, RewardSum, sample_of
 from jppo.rollout.protocol import Sampler, greedy
 from jppo.runlog import trajectories
 from jppo.runlog.timers import Count
-from jppo.samples.given import Give, by_number, of_policy, without_others
+from jppo.samples.given import Give, given_for, keep_current, mark_given_unusable
 from jppo.types import Prompt, Reward, Sampling, StepData, Trajectory
 
 
 class Draws:
-    """The responses to the prompts of one step, in flight; `done` may come from any thread."""
+    """The responses to the prompts of one step, while they are sampled and graded: `n` for each prompt, its group."""
 
     def __init__(self, prompts: list[Prompt], n: int, reward_sum: RewardSum, changed: threading.Condition):
         self.n = n
-        self.found: dict[int, Trajectory] = {}
-        self._whole: set[int] = set()  # groups with all responses
+        self.found: dict[int, Trajectory] = {}  # finished responses by number
+        self._complete: set[int] = set()  # groups with all responses
         self.grading: Grading = reward_sum.begin()
         self.graded: dict[int, Reward] = {}  # before a resume
         self.future: Future[Any] | None = None
@@ -46,8 +46,8 @@ class Draws:
         self._prompts = prompts
         self._changed = changed
 
-    def done(self, number: int, t: Trajectory) -> None:
-        """Records a response and starts its grading, unless it is graded already."""
+    def record(self, number: int, t: Trajectory) -> None:
+        """Records a response and starts its grading, unless it is graded already; for any thread."""
         if number not in self.graded:
             self.grading.submit(number, sample_of(self._prompts[number // self.n], t))
         with self._changed:
@@ -55,12 +55,12 @@ class Draws:
             self.ended = time.monotonic()
             group = number // self.n
             if all(other in self.found for other in self.numbers(group)):
-                self._whole.add(group)
+                self._complete.add(group)
                 self._changed.notify_all()
 
-    def has(self, group: int) -> bool:
+    def is_complete(self, group: int) -> bool:
         """Whether all responses to a prompt are complete."""
-        return group in self._whole
+        return group in self._complete
 
     def numbers(self, group: int) -> range:
         """Returns the indices of a prompt's responses."""
@@ -68,19 +68,19 @@ class Draws:
 
     def rewards(self, numbers: Sequence[int]) -> list[Reward]:
         """Waits for the rewards of these responses, and returns them in the order of their numbers."""
-        asked = sorted(number for number in numbers if number not in self.graded)
-        rewards = self.graded | dict(zip(asked, self.grading.collect(asked), strict=True))
+        ungraded = sorted(number for number in numbers if number not in self.graded)
+        rewards = self.graded | dict(zip(ungraded, self.grading.collect(ungraded), strict=True))
         return [rewards[number] for number in sorted(numbers)]
 
-    def require(self) -> None:
+    def raise_error(self) -> None:
         """Raises the error that ended the sampling, if any."""
         if self.future is not None and self.future.done():
             self.future.result()
 
 
 @dataclasses.dataclass(eq=False)
-class Asked:
-    """The prompts of one step, from their request until the last is trained on."""
+class StepRequest:
+    """The requested prompts of one step, from their request until the last is trained on."""
 
     step: int
     version: int  # at the request
@@ -88,7 +88,7 @@ class Asked:
     after: Cursor
     draws: tuple[Draws, ...]  # the samples, and the greedy responses if there are any
     left: set[int]  # prompts that no step has trained on
-    held: bool = False  # from a checkpoint: the position in the data may be behind them
+    restored: bool = False  # from a checkpoint: the position in the data may be behind them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,16 +97,16 @@ class Queue:
 
     cursor: Cursor  # in the data
     next: int = 0  # the first step without prompts
-    queue: tuple[Asked, ...] = ()
-    held: tuple[trajectories.Step, ...] = ()  # from a checkpoint, not requested yet: before new prompts
+    queue: tuple[StepRequest, ...] = ()
+    restored: tuple[trajectories.Step, ...] = ()  # from a checkpoint, not requested yet: before new prompts
 
 
 def rewards_of(groups: Sequence[tuple[Draws, int]]) -> list[Reward]:
     """Waits for the rewards of groups, and returns them in the order of the groups; collects each grading once."""
-    wanted: dict[int, tuple[Draws, list[int]]] = {}
+    by_draws: dict[int, tuple[Draws, list[int]]] = {}
     for draws, group in groups:
-        wanted.setdefault(id(draws), (draws, []))[1].extend(draws.numbers(group))
-    return [reward for draws, numbers in wanted.values() for reward in draws.rewards(numbers)]
+        by_draws.setdefault(id(draws), (draws, []))[1].extend(draws.numbers(group))
+    return [reward for draws, numbers in by_draws.values() for reward in draws.rewards(numbers)]
 
 
 _POLL_S = 0.5  # polling interval of waits, so that a signal ends them
@@ -165,53 +165,54 @@ class SampleQueue:
         cursor: Cursor,
         hosts: Hosts = ALONE,
     ):
-        self._how = options
+        self._c = options
         self._hosts = hosts
         self._groups = hosts.share(options.batch_size)  # the share of a step's prompts sampled here
         self._train = train
         self._sampler = sampler
         self._reward_sum = reward_sum
-        self._now = Queue(cursor)
-        self._taken: dict[int, list[tuple[Asked, int]]] = {}  # of unfinished steps
+        self._queue = Queue(cursor)
+        self._groups_by_step: dict[int, list[tuple[StepRequest, int]]] = {}  # of unfinished steps
         self._changed = threading.Condition()
         self._settling_s = 0.0
-        self._learned: str | None = None  # the memory after the step
+        self._new_memory: str | None = None  # the memory after the step
 
     def take(self, step: int) -> StepSamples:
         """Returns the samples that `step` trains on; the rollout engine has the weights `step`."""
-        return self._drawn(*self._hosts.together(lambda: self._take(step)))
+        return self._make_samples(*self._hosts.together(lambda: self._take_groups(step)))
 
-    def _take(self, step: int) -> tuple[list[tuple[Asked, int]], float]:
-        last = self._last(step)
-        self._ask_through(last if self._how.partial else step, step)
+    def _take_groups(self, step: int) -> tuple[list[tuple[StepRequest, int]], float]:
+        """Waits for the groups that `step` trains on, and requests later ones; returns them and the seconds waited."""
+        last_step = self._last_step(step)
+        self._request_steps(last_step if self._c.partial else step, step)
         began = time.monotonic()
-        groups = self._wait_for(lambda: self._choose(step)) if self._how.partial else self._wait_for_all(step)
+        groups = self._wait_for(lambda: self._choose(step)) if self._c.partial else self._wait_for_all(step)
         waited, self._settling_s = self._settling_s + time.monotonic() - began, 0.0
-        self._taken[step] = groups
-        self._ask_through(last, step)
+        self._groups_by_step[step] = groups
+        self._request_steps(last_step, step)
         return groups, waited
 
     def progress(self, step: int) -> Count:
-        """Returns how many responses of the step are there; for any thread."""
-        asked = [draws for asked in self._now.queue if asked.step <= step for draws in asked.draws]
-        responses = [dict(draws.found) for draws in asked]
-        tokens = sum(int(t.sampled.sum()) for there in responses for t in there.values() if not t.given)
-        return Count("responses", sum(draws.n for draws in asked) * len(self._groups), sum(map(len, responses)), tokens)
+        """Returns the number of finished and of requested responses up to the step; for any thread."""
+        draws = [d for request in self._queue.queue if request.step <= step for d in request.draws]
+        responses = [dict(d.found) for d in draws]
+        tokens = sum(int(t.sampled.sum()) for by_number in responses for t in by_number.values() if not t.given)
+        return Count("responses", sum(d.n for d in draws) * len(self._groups), sum(map(len, responses)), tokens)
 
     def settle(self) -> None:
         """Waits until nothing is in flight."""
         began = time.monotonic()
         self._hosts.together(
             lambda: self._wait_for(
-                lambda: all(self._has(asked, group) for asked in self._now.queue for group in asked.left)
+                lambda: all(self._has_all(request, group) for request in self._queue.queue for group in request.left)
             )
         )
-        self._settling_s += time.monotonic() - began  # the next `_take` counts it as waiting
+        self._settling_s += time.monotonic() - began  # the next `_take_groups` counts it as waiting
 
     @property
     def memory(self) -> str:
         """The memory that the next step trains with, as text."""
-        return self._now.cursor.curriculum
+        return self._queue.cursor.curriculum
 
     def note_rewards(self, drawn: StepSamples, rewards: Sequence[Reward], step: StepData | None = None) -> Cursor:
         """Passes the step's rewards to a memory that learns from them; returns the position in the data after it.
@@ -219,45 +220,47 @@ class SampleQueue:
         `step` is all of the step, for the memory of an algorithm. `state` has them from `forget` on: a step that breaks
         off is repeated.
         """
-        order_of, scored = self._train.order_of, of_policy(drawn.trajectories, rewards)
-        cursor = remembered(seen(self._now.cursor, order_of, drawn.prompts, scored), order_of, step)
-        self._learned = cursor.curriculum
-        return dataclasses.replace(drawn.after, curriculum=self._learned)
+        order_of, scored = self._train.order_of, mark_given_unusable(drawn.trajectories, rewards)
+        cursor = remembered(seen(self._queue.cursor, order_of, drawn.prompts, scored), order_of, step)
+        self._new_memory = cursor.curriculum
+        return dataclasses.replace(drawn.after, curriculum=self._new_memory)
 
     def forget(self, step: int) -> None:
         """Ends the step: its samples are not needed again."""
-        for asked, group in self._taken.pop(step, []):
-            asked.left.discard(group)
-        cursor, self._learned, learned = self._now.cursor, None, self._learned
-        cursor = cursor if learned is None else dataclasses.replace(cursor, curriculum=learned)
-        queue = tuple(asked for asked in self._now.queue if asked.left)
-        self._now = dataclasses.replace(self._now, cursor=cursor, queue=queue)
+        for request, group in self._groups_by_step.pop(step, []):
+            request.left.discard(group)
+        cursor, self._new_memory, new_memory = self._queue.cursor, None, self._new_memory
+        cursor = cursor if new_memory is None else dataclasses.replace(cursor, curriculum=new_memory)
+        queue = tuple(request for request in self._queue.queue if request.left)
+        self._queue = dataclasses.replace(self._queue, cursor=cursor, queue=queue)
 
     def state(self) -> dict[str, Any]:
         """Returns requests that are not yet trained on, as JSON types; {} without prefetching."""
-        return trajectories.merged(self._hosts.gather(self._state))
+        return trajectories.merged(self._hosts.gather(self._state_of_host))
 
-    def _state(self) -> dict[str, Any]:
-        now = self._now
-        if not self._how.staleness and not now.held and not any(asked.held for asked in now.queue):
+    def _state_of_host(self) -> dict[str, Any]:
+        """Returns `state` with this host's responses."""
+        queue = self._queue
+        if not self._c.staleness and not queue.restored and not any(request.restored for request in queue.queue):
             return {}
         while True:  # the graders' state must match the finished rewards
             reward = self._reward_sum.state()
-            steps = [*(self._kept(asked) for asked in now.queue), *now.held]
+            steps = [*(self._save_request(request) for request in queue.queue), *queue.restored]
             if reward == self._reward_sum.state():
                 break
-        about = {"next": now.next, "cursor": dataclasses.asdict(now.cursor), "reward": reward, **self._kind()}
-        return trajectories.state(about, steps)
+        facts = {"next": queue.next, "cursor": dataclasses.asdict(queue.cursor), "reward": reward, **self._identity()}
+        return trajectories.state(facts, steps)
 
-    def _kept(self, asked: Asked) -> trajectories.Step:
+    def _save_request(self, request: StepRequest) -> trajectories.Step:
+        """Returns a request with its finished responses and rewards, for a checkpoint."""
         with self._changed:
-            responses = [dict(draws.found) for draws in asked.draws]
-        ways = tuple(
+            responses = [dict(draws.found) for draws in request.draws]
+        found = tuple(
             trajectories.Found(draws.n, there, draws.grading.finished() | draws.graded)
-            for draws, there in zip(asked.draws, responses, strict=True)
+            for draws, there in zip(request.draws, responses, strict=True)
         )
-        after = dataclasses.asdict(dataclasses.replace(asked.after, curriculum=""))  # the cursor has the newest memory
-        return trajectories.Step(asked.step, asked.version, asked.indices, after, frozenset(asked.left), ways)
+        after = dataclasses.asdict(dataclasses.replace(request.after, curriculum=""))  # the cursor has the newest one
+        return trajectories.Step(request.step, request.version, request.indices, after, frozenset(request.left), found)
 
     def load(self, state: Mapping[str, Any], step: int) -> list[str]:
         """Restores `state` for a run that begins with `step`; missing responses are requested again.
@@ -267,28 +270,28 @@ class SampleQueue:
         """
         if not state:
             return []
-        kept, lines = trajectories.fitted(
-            state, self._kind(), first=step, staleness=self._how.staleness, partial=self._how.partial
+        steps, lines = trajectories.fitted(
+            state, self._identity(), first=step, staleness=self._c.staleness, partial=self._c.partial
         )
-        if any(way.rewards for one in kept for way in one.found):
+        if any(found.rewards for saved in steps for found in saved.found):
             self._reward_sum.load(state["reward"])
         cursor = Cursor(**state["cursor"])
-        if kept and len(kept[-1].indices) < self._how.batch_size and not self._how.partial:
-            kept[-1], cursor = self._filled(kept[-1], cursor)
-        following = state["next"] if self._how.partial else step + len(kept)
-        self._now = Queue(cursor, following, held=tuple(kept))
-        self._ask_held(self._last(step))
+        if steps and len(steps[-1].indices) < self._c.batch_size and not self._c.partial:
+            steps[-1], cursor = self._fill_step(steps[-1], cursor)
+        next_step = state["next"] if self._c.partial else step + len(steps)
+        self._queue = Queue(cursor, next_step, restored=tuple(steps))
+        self._request_saved(self._last_step(step))
         return lines
 
-    def _last(self, step: int) -> int:
+    def _last_step(self, step: int) -> int:
         """Returns the last step whose prompts are requested during `step`."""
-        options = self._how
-        ahead = min(options.staleness, 1) if options.partial else options.staleness
-        return min(step + ahead, options.total_steps - 1)
+        options = self._c
+        steps_ahead = min(options.staleness, 1) if options.partial else options.staleness
+        return min(step + steps_ahead, options.total_steps - 1)
 
-    def _kind(self) -> dict[str, Any]:
-        """Returns the settings on which kept samples depend."""
-        options = self._how
+    def _identity(self) -> dict[str, Any]:
+        """Returns the settings on which a checkpoint's samples depend, as JSON types."""
+        options = self._c
         sampling = {
             name: list(value) if isinstance(value, tuple) else value  # as JSON has it
             for name, value in dataclasses.asdict(options.sampling(0)).items()
@@ -302,116 +305,124 @@ class SampleQueue:
             "graders": options.graders,
         }
 
-    def _ask_through(self, last: int, version: int) -> None:
-        options = self._how
-        self._ask_held(last)
-        for step in range(max(version, self._now.next), last + 1):
-            indices, cursor = self._next(self._now.cursor, options.batch_size)
-            asked = self._begin(step, version, indices, cursor, frozenset(range(len(indices))))
-            self._now = dataclasses.replace(self._now, cursor=cursor, next=step + 1, queue=(*self._now.queue, asked))
+    def _request_steps(self, last_step: int, version: int) -> None:
+        """Requests the prompts of all steps up to the last, a checkpoint's first."""
+        options = self._c
+        self._request_saved(last_step)
+        for step in range(max(version, self._queue.next), last_step + 1):
+            indices, cursor = self._next_prompts(self._queue.cursor, options.batch_size)
+            request = self._start(step, version, indices, cursor, frozenset(range(len(indices))))
+            queue = (*self._queue.queue, request)
+            self._queue = dataclasses.replace(self._queue, cursor=cursor, next=step + 1, queue=queue)
 
-    def _next(self, cursor: Cursor, size: int) -> tuple[np.ndarray, Cursor]:
+    def _next_prompts(self, cursor: Cursor, size: int) -> tuple[np.ndarray, Cursor]:
         """Returns the indices of the next prompts, and the position after them."""
         return next_batch(
-            cursor, n=len(self._train.prompts), batch_size=size, seed=self._how.seed, shuffle=self._how.shuffle,
+            cursor, n=len(self._train.prompts), batch_size=size, seed=self._c.seed, shuffle=self._c.shuffle,
             parts=self._train.parts, order_of=self._train.order_of,
         )  # fmt: skip
 
-    def _filled(self, one: trajectories.Step, cursor: Cursor) -> tuple[trajectories.Step, Cursor]:
-        """Adds new prompts to the last ones that a run with `partial` left, which are no whole step."""
-        size = self._how.batch_size
-        indices, cursor = self._next(cursor, size - len(one.indices))
-        indices, after = np.concatenate([one.indices, indices]), dataclasses.asdict(cursor)
-        return dataclasses.replace(one, indices=indices, after=after, left=frozenset(range(size))), cursor
+    def _fill_step(self, saved: trajectories.Step, cursor: Cursor) -> tuple[trajectories.Step, Cursor]:
+        """Adds new prompts to a checkpoint's last step, which a run with `partial` left with too few."""
+        size = self._c.batch_size
+        indices, cursor = self._next_prompts(cursor, size - len(saved.indices))
+        indices, after = np.concatenate([saved.indices, indices]), dataclasses.asdict(cursor)
+        return dataclasses.replace(saved, indices=indices, after=after, left=frozenset(range(size))), cursor
 
-    def _ask_held(self, last: int) -> None:
-        for one in self._now.held:
-            if self._how.partial or one.step <= last:
-                asked = self._begin(one.step, one.version, one.indices, Cursor(**one.after), one.left, one.found)
-                rest = tuple(other for other in self._now.held if other is not one)
-                self._now = dataclasses.replace(self._now, held=rest, queue=(*self._now.queue, asked))
+    def _request_saved(self, last_step: int) -> None:
+        """Requests the missing responses of a checkpoint's steps up to the last."""
+        for s in self._queue.restored:
+            if self._c.partial or s.step <= last_step:
+                request = self._start(s.step, s.version, s.indices, Cursor(**s.after), s.left, s.found)
+                others = tuple(other for other in self._queue.restored if other is not s)
+                self._queue = dataclasses.replace(self._queue, restored=others, queue=(*self._queue.queue, request))
 
-    def _begin(
+    def _start(
         self, step: int, version: int, indices: np.ndarray, after: Cursor, left: frozenset[int],
-        saved: Sequence[trajectories.Found] = (),
-    ) -> Asked:  # fmt: skip
-        options = self._how
+        saved_responses: Sequence[trajectories.Found] = (),
+    ) -> StepRequest:  # fmt: skip
+        """Starts the sampling of a step's prompts, without given responses and those of a checkpoint."""
+        options = self._c
         prompts = [self._train.prompts[i] for i in indices]
-        usual = options.sampling(step)
-        best = greedy(usual.max_tokens, stop=usual.stop, ignore_eos=usual.ignore_eos)
-        asked = []
-        for i, way in enumerate([usual, best] if options.greedy else [usual]):
-            draws = Draws(prompts, way.n, self._reward_sum, self._changed)
-            there = saved[i] if saved else trajectories.Found(way.n, {}, {})
+        policy_sampling = options.sampling(step)
+        greedy_sampling = greedy(
+            policy_sampling.max_tokens, stop=policy_sampling.stop, ignore_eos=policy_sampling.ignore_eos
+        )
+        all_draws = []
+        for i, sampling in enumerate([policy_sampling, greedy_sampling] if options.greedy else [policy_sampling]):
+            draws = Draws(prompts, sampling.n, self._reward_sum, self._changed)
+            found = saved_responses[i] if saved_responses else trajectories.Found(sampling.n, {}, {})
             groups = [group for group in sorted(left) if group in self._groups]
-            own = [number for group in groups for number in draws.numbers(group)]
-            given = by_number(None if i else options.give, prompts, groups, way.n)
-            there = without_others(there, given)
-            draws.graded |= there.rewards
-            responses = {**given, **there.responses}
-            for number in (number for number in own if number in responses):
-                draws.done(number, responses[number])
-            missing = [number for number in own if number not in responses]
-            draws.future = self._sampler.start(prompts, way, done=draws.done, only=missing)
-            asked.append(draws)
-        return Asked(step, version, indices, after, tuple(asked), set(left), held=bool(saved))
+            own_numbers = [number for group in groups for number in draws.numbers(group)]
+            given_responses = given_for(None if i else options.give, prompts, groups, sampling.n)
+            found = keep_current(found, given_responses)
+            draws.graded |= found.rewards
+            responses = {**given_responses, **found.responses}
+            for number in (number for number in own_numbers if number in responses):
+                draws.record(number, responses[number])
+            missing = [number for number in own_numbers if number not in responses]
+            draws.future = self._sampler.start(prompts, sampling, done=draws.record, only=missing)
+            all_draws.append(draws)
+        return StepRequest(step, version, indices, after, tuple(all_draws), set(left), restored=bool(saved_responses))
 
-    def _wait_for_all(self, step: int) -> list[tuple[Asked, int]]:
+    def _wait_for_all(self, step: int) -> list[tuple[StepRequest, int]]:
         """Returns the groups of the step, one after another, so that a response costs no look at all of them."""
-        [asked] = [asked for asked in self._now.queue if asked.step == step]
-        groups = sorted(asked.left)
+        [request] = [request for request in self._queue.queue if request.step == step]
+        groups = sorted(request.left)
         for group in groups:
-            self._wait_for(functools.partial(self._has, asked, group))
-        return [(asked, group) for group in groups]
+            self._wait_for(functools.partial(self._has_all, request, group))
+        return [(request, group) for group in groups]
 
-    def _choose(self, step: int) -> list[tuple[Asked, int]] | None:
-        """Returns the groups of a step that takes complete ones of several; None if they are too few."""
-        options, queue = self._how, self._now.queue
-        gone = {(id(asked), group) for groups in self._taken.values() for asked, group in groups}
-        waiting = [(asked, g) for asked in queue for g in sorted(asked.left) if (id(asked), g) not in gone]
-        complete = [pair for pair in waiting if self._has(*pair)]
-        due = [(a, g) for a, g in waiting if a.version + options.staleness <= step][: options.batch_size]
+    def _choose(self, step: int) -> list[tuple[StepRequest, int]] | None:
+        """Returns the groups of a step with `partial`: those that are due, then complete ones; None if too few."""
+        options, queue = self._c, self._queue.queue
+        taken = {(id(request), group) for groups in self._groups_by_step.values() for request, group in groups}
+        pending = [(request, g) for request in queue for g in sorted(request.left) if (id(request), g) not in taken]
+        complete = [pair for pair in pending if self._has_all(*pair)]
+        due = [(a, g) for a, g in pending if a.version + options.staleness <= step][: options.batch_size]
         if len(complete) < options.batch_size or not all(pair in complete for pair in due):
             return None
-        rest = [pair for pair in complete if pair not in due]
-        return sorted([*due, *rest[: options.batch_size - len(due)]], key=lambda pair: (pair[0].step, pair[1]))
+        others = [pair for pair in complete if pair not in due]
+        return sorted([*due, *others[: options.batch_size - len(due)]], key=lambda pair: (pair[0].step, pair[1]))
 
-    def _has(self, asked: Asked, group: int) -> bool:
-        return group not in self._groups or all(draws.has(group) for draws in asked.draws)
+    def _has_all(self, request: StepRequest, group: int) -> bool:
+        return group not in self._groups or all(draws.is_complete(group) for draws in request.draws)
 
     def _wait_for(self, poll: Callable[[], Any]) -> Any:
+        """Waits until `poll` returns something true, which it returns; raises an error that ended the sampling."""
         with self._changed:
             while not (outcome := poll()):
-                for asked in self._now.queue:
-                    for draws in asked.draws:
-                        draws.require()
+                for request in self._queue.queue:
+                    for draws in request.draws:
+                        draws.raise_error()
                 self._changed.wait(_POLL_S)
         return outcome
 
-    def _drawn(self, groups: list[tuple[Asked, int]], waited: float) -> StepSamples:
-        own = [(a, g) for a, g in groups if g in self._groups]
-        samples, best = ([(a.draws[i], g) for a, g in own if i < len(a.draws)] for i in (0, 1))
-        used = [draws for a, _ in groups for draws in a.draws]
+    def _make_samples(self, groups: list[tuple[StepRequest, int]], waited: float) -> StepSamples:
+        """Gathers the responses of complete groups from all hosts; `waited` is in seconds."""
+        own_groups = [(a, g) for a, g in groups if g in self._groups]
+        samples, greedy_draws = ([(a.draws[i], g) for a, g in own_groups if i < len(a.draws)] for i in (0, 1))
+        all_draws = [draws for a, _ in groups for draws in a.draws]
         responses = [draws.found[number] for draws, group in samples for number in draws.numbers(group)]
         return StepSamples(
-            prompts=[self._train.prompts[asked.indices[group]] for asked, group in groups],
+            prompts=[self._train.prompts[request.indices[group]] for request, group in groups],
             trajectories=trajectories.of_all(self._hosts, responses),
-            after=max((asked for asked, _ in groups), key=lambda asked: asked.step).after,
+            after=max((request for request, _ in groups), key=lambda request: request.step).after,
             waited_s=waited,
-            sampling_s=max(draws.ended for draws in used) - min(draws.began for draws in used),
-            wait_for_rewards=lambda: self._wait_for_rewards(samples, best),
+            sampling_s=max(draws.ended for draws in all_draws) - min(draws.began for draws in all_draws),
+            wait_for_rewards=lambda: self._wait_for_rewards(samples, greedy_draws),
         )
 
     def _wait_for_rewards(
-        self, samples: Sequence[tuple[Draws, int]], best: Sequence[tuple[Draws, int]]
+        self, samples: Sequence[tuple[Draws, int]], greedy_draws: Sequence[tuple[Draws, int]]
     ) -> tuple[list[Reward], list[Reward] | None]:
         rewards = trajectories.rewards_of_all(self._hosts, lambda: rewards_of(samples))
-        if not self._how.greedy:
+        if not self._c.greedy:
             return rewards, None
-        return rewards, trajectories.rewards_of_all(self._hosts, lambda: rewards_of(best))
+        return rewards, trajectories.rewards_of_all(self._hosts, lambda: rewards_of(greedy_draws))
 
 
 def ages(responses: Sequence[Trajectory], step: int) -> np.ndarray:
-    """Returns the age in updates of each one's oldest sampled token, 0 without one, by the weights `step`, [B] i64."""
-    every = [[other for other in (t, *t.branches) if other.sampled.any() and not other.given] for t in responses]
-    return np.array([max((step - t.version[t.sampled].min() for t in some), default=0) for some in every], np.int64)
+    """Returns the age of each response's oldest sampled token in updates of the weights, now `step`; [B] i64."""
+    sampled = [[other for other in (t, *t.branches) if other.sampled.any() and not other.given] for t in responses]
+    return np.array([max((step - t.version[t.sampled].min() for t in parts), default=0) for parts in sampled], np.int64)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jppo.errors import BadRequest, UserError
 from jppo.http_server import HttpReply, json_reply
-from jppo.run.api.engine import KeptWeights
+from jppo.run.api.engine import Snapshot
 from jppo.run.api.model import Model
 from jppo.tinker.requests import samples_message
 
@@ -26,7 +26,7 @@ _MOST_UNFINISHED, _MOST_WAITING = 4096, 2**28  # futures of a session, and bytes
 class SampleRequest:
     """A request for responses to a prompt, for its log-probs, or for both."""
 
-    weights: KeptWeights
+    weights: Snapshot
     prompt: np.ndarray
     options: dict[str, Any]  # arguments of `Model.sample`
     scored: int | None  # last tokens of the prompt to score; None: none
@@ -75,7 +75,7 @@ class SessionModel:
     model: Model | None = None
     next_number: int = 1  # of the next request to queue
     early_futures: dict[int, Future] = dataclasses.field(default_factory=dict)  # by number; a lower one is missing
-    named_weights: dict[str, KeptWeights] = dataclasses.field(default_factory=dict)  # to sample from
+    named_weights: dict[str, Snapshot] = dataclasses.field(default_factory=dict)  # to sample from
     unnamed_samplers: collections.deque[str] = dataclasses.field(default_factory=collections.deque)  # ids
 
 
@@ -87,7 +87,7 @@ class Session:
     owner: str
     last_seen: float  # of a request or heartbeat, by time.monotonic
     models: dict[str, SessionModel] = dataclasses.field(default_factory=dict)
-    samplers: dict[str, KeptWeights | None] = dataclasses.field(default_factory=dict)  # None: expired
+    samplers: dict[str, Snapshot | None] = dataclasses.field(default_factory=dict)  # None: expired
     futures: dict[str, Future] = dataclasses.field(default_factory=dict)
     unfinished: int = 0  # futures
     unfinished_bytes: int = 0  # of their requests
@@ -107,7 +107,7 @@ class Session:
                 del self.futures[id]
         return future
 
-    def name_sampler(self, id: str, weights: KeptWeights | None) -> None:
+    def name_sampler(self, id: str, weights: Snapshot | None) -> None:
         """Adds a sampler, or uses it; forgets the least recently used ones beyond _MOST_SAMPLERS."""
         self.samplers.pop(id, None)
         self.samplers[id] = weights

@@ -21,7 +21,7 @@ import numpy as np
 
 from jppo.errors import BadRequest
 from jppo.http_server import HttpReply, json_object, json_reply
-from jppo.run.api.engine import KeptWeights
+from jppo.run.api.engine import Snapshot
 from jppo.run.api.model import Model
 from jppo.tinker import requests
 from jppo.tinker.futures import Future, SampleRequest, Session, SessionModel, answer_samples
@@ -420,13 +420,9 @@ class Service:
             return self._future_reply(future, session_model.id)
 
     def _queue_at_once(
-        self,
-        session: Session,
-        id: str,
-        call: Callable[[], Reply] | None,
-        sample: SampleRequest | None = None,
+        self, session: Session, id: str, call: Callable[[], Reply] | None, sample: SampleRequest | None = None,
         group: Hashable = None,
-    ) -> Future:
+    ) -> Future:  # fmt: skip
         """Queues a request that waits for no other: a call, or a `sample` of a group; returns its future."""
         future = session.accept(Future(id, session, call, sample, group, self._size))
         self._queue.append(future)
@@ -454,7 +450,7 @@ class Service:
             raise BadRequest(f"model_id={model_id[:80]!r} is no model of the session", status=404)
         return session, session.models[model_id]
 
-    def _find_sampler(self, owner: str, id: str) -> tuple[Session, KeptWeights]:
+    def _find_sampler(self, owner: str, id: str) -> tuple[Session, Snapshot]:
         """Returns a sampler's session and weights, and marks it as the last used; raises BadRequest if it expired."""
         session = self._find_session(owner, id.partition(":")[0])
         weights = session.samplers.get(id)

@@ -158,4 +158,4 @@ def test_a_text_cannot_steer_the_terminal(terminal):
 
 def test_a_row_of_a_test_cannot_either():
     row = {"prompt": "p\x1b[2J", "response": "r\x07", "score": 1.0, "ground_truth": "\x9b", "error": None}
-    assert validation.line(row) == r"  p\x1b[2J → r\x07   (score 1; truth \x9b)"
+    assert validation.format_row(row) == r"  p\x1b[2J → r\x07   (score 1; truth \x9b)"

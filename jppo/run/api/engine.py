@@ -14,7 +14,7 @@ from jppo.models.lora import Lora
 from jppo.rollout.inprocess import InprocessEngine, Source
 from jppo.rollout.make import make_publish_settings
 from jppo.rollout.publish import publish_base, publish_policy
-from jppo.run.agreement import LogpGap, Mismatch, disagreement, limits
+from jppo.run.agreement import LogpGap, Mismatch, describe_mismatch, limits
 from jppo.run.api.responses import Responses
 from jppo.settings import Loop
 from jppo.types import Params, Prompt, Sampling, TrainState, Trajectory
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class KeptWeights:
+class Snapshot:
     """A copy of a policy's trained weights, to sample from."""
 
     learned: Params
@@ -35,14 +35,9 @@ class Engine:
     """The rollout engine, if the model was opened with one, and whose weights it has."""
 
     def __init__(
-        self,
-        c: Loop,
-        learner: Learner,
-        started: "ServerEngine | InprocessEngine | None",
-        adapters: Lora | None,
-        tokenizer: Any,
-        end_ids: Sequence[int],
-    ):
+        self, c: Loop, learner: Learner, started: "ServerEngine | InprocessEngine | None", adapters: Lora | None,
+        tokenizer: Any, end_ids: Sequence[int],
+    ):  # fmt: skip
         """`started` is of `open_engine`, None without an engine; `end_ids` are the tokens that end a response."""
         self._c, self._learner, self._adapters = c, learner, adapters
         self._sampler: Source | None = None
@@ -51,7 +46,7 @@ class Engine:
         self._base_published = False
         self._version = -1
         self._unfiltered = True  # all samples of this version are of the trainer's distribution
-        self.weights_owner: object = None  # the model or KeptWeights whose weights the engine has
+        self.weights_owner: object = None  # the model or Snapshot whose weights the engine has
         self.closed = False
 
     def publish(self, owner: object, now: TrainState) -> None:
@@ -68,7 +63,7 @@ class Engine:
         publish_policy(publish_settings, self._learner, self._sampler, numbered)
         self.weights_owner = owner
 
-    def ensure_published(self, kept: KeptWeights) -> None:
+    def ensure_published(self, kept: Snapshot) -> None:
         """Publishes the kept weights to the engine, unless it has them."""
         if self.weights_owner is not kept:
             self.publish(kept, kept.state)
@@ -91,7 +86,7 @@ class Engine:
             return
         gap, bound = LogpGap(np.abs(logprob - np.asarray(responses.data.rollout_logprob))[mask]), limits(c)
         if not gap.within(bound):
-            raise Mismatch(disagreement(gap, bound))
+            raise Mismatch(describe_mismatch(gap, bound))
 
     def forget(self, owner: object) -> None:
         """Forgets that the engine has the weights of `owner`, which have changed."""

@@ -36,7 +36,7 @@ from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
 from jppo.rollout import make as rollout
-from jppo.run.api.engine import Engine, KeptWeights
+from jppo.run.api.engine import Engine, Snapshot
 from jppo.run.api.inputs import PromptLike, make_prompts, make_settings, reads_reference, require_sampling
 from jppo.run.api.losses import NO_REFERENCE, Losses
 from jppo.run.api.responses import Responses, entry_targets, make_responses, make_trajectory
@@ -120,12 +120,7 @@ class Model:
         return dataclasses.replace(self._now, **fields)
 
     def sample(
-        self,
-        prompts: Sequence[PromptLike],
-        *,
-        n: int | None = None,
-        weights: KeptWeights | None = None,
-        **sampling: Any,
+        self, prompts: Sequence[PromptLike], *, n: int | None = None, weights: Snapshot | None = None, **sampling: Any
     ) -> list[Trajectory]:
         """Samples `n` responses to each prompt, consecutive ones, with the published weights.
 
@@ -188,7 +183,7 @@ class Model:
         configured: int = c.data.max_response_length
         return make_responses(samples, configured if columns <= configured else longest - 1)
 
-    def logprobs(self, batch: Responses, *, weights: KeptWeights | None = None) -> np.ndarray:
+    def logprobs(self, batch: Responses, *, weights: Snapshot | None = None) -> np.ndarray:
         """Returns the policy's log π of the trained tokens at rollout.temperature, [N, L] f32, 0 elsewhere.
 
         `weights` scores with a result of `keep`. Raises Mismatch where the log-probs differ too far from the engine's
@@ -311,12 +306,12 @@ class Model:
         for one in self._trained:
             one.stepped = 0
 
-    def keep(self) -> KeptWeights:
+    def keep(self) -> Snapshot:
         """Returns a copy of the policy's weights to sample from later, by `sample(weights=...)`."""
         self._require_open()
         copied = jax.tree.map(lambda x: placing.to_device(x).copy(), self.policy.params)
         state = dataclasses.replace(self.state, policy=copied, policy_opt=None, value=None, value_opt=None)
-        return KeptWeights(copied, state)
+        return Snapshot(copied, state)
 
     def another(self, *, seed: int | None = None) -> "Model":
         """Returns a further, new set of trained weights on the same programs, base and engine.
