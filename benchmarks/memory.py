@@ -33,11 +33,11 @@ from jppo import settings
 from jppo.errors import UserError
 from jppo.learner import ppo
 from jppo.learner.make import make_adapters, make_mesh
-from jppo.learner.make_ppo import list_run_programs, make_learner, make_recipe, plan_of_run, run_programs
 from jppo.learner.ppo import ModelConfigs
 from jppo.learner.sharding import device_peak
 from jppo.models import config_reader
 from jppo.preflight import memory
+from jppo.run.make import list_run_programs, make_learner, make_recipe, plan_of_run, run_programs
 from jppo.runlog.timers import Timers
 from jppo.settings import Settings
 from jppo.types import Trajectory

@@ -47,11 +47,11 @@ from jppo import settings
 from jppo.errors import UserError
 from jppo.learner import batch, packing, score, sharding, state, update
 from jppo.learner.make import Trained, chunk_tokens, load_trained, make_decoder, make_mesh, make_trainable, plan_rows
-from jppo.learner.make_ppo import make_recipe
 from jppo.learner.trainable import CompiledLoss
 from jppo.models import config_reader, lora
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
+from jppo.run.make import make_recipe
 from jppo.settings import Settings
 from jppo.types import Array, Params, Rows, Trajectory
 

@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator
 from jppo import child_process, settings
 from jppo.errors import UserError
 from jppo.models import hf
-from jppo.rollout.make_servers import server_settings
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.launch import die_with_parent
+from jppo.rollout.servers.make import server_settings
 from jppo.rollout.servers.member import HOST
 from jppo.rollout.vllm import arguments
 from jppo.runlog import durable_files

@@ -270,7 +270,7 @@ def train_ppo(inputs: pathlib.Path, run: pathlib.Path, changes: dict, *, sgd: bo
     from jppo import train
 
     try:
-        from jppo.rollout import make_servers as rollout
+        from jppo.rollout.servers import make as rollout
     except ImportError:  # of a base before it
         from jppo.rollout import make as rollout  # type: ignore[no-redef]
 

@@ -13,7 +13,6 @@ from jppo import settings, train
 from jppo.errors import UserError
 from jppo.learner import batch, estimate, ppo
 from jppo.learner.make import make_mesh
-from jppo.learner.make_ppo import make_learner
 from jppo.models import config_reader, decoder, hf
 from jppo.preflight import models_and_data
 from jppo.preflight.preview import preview_run
@@ -23,6 +22,7 @@ from jppo.rollout.publish import publish_policy
 from jppo.run import agreement
 from jppo.run.agreement import LogpGap, Match, Mismatch, MismatchLimits, agree, sampling_warnings
 from jppo.run.inputs import read_inputs
+from jppo.run.make import make_learner
 from jppo.samples.make import step_sampling
 from jppo.types import Batch, Reward
 from tests import agreements, make

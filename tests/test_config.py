@@ -19,10 +19,10 @@ from jppo.agent import make as agent
 from jppo.data import gsm8k
 from jppo.errors import UserError, UserErrors
 from jppo.learner import make, sharding
-from jppo.learner.make_ppo import batch_shape, make_epochs
 from jppo.rewards import make_models as reward
 from jppo.rewards.classifier import Classifier
-from jppo.rollout.make_servers import max_connections
+from jppo.rollout.servers.make import max_connections
+from jppo.run.make import batch_shape, make_epochs
 from jppo.settings import parts, table, texts
 from jppo.settings.setting import OTHER_NAMES, OTHER_VALUES
 from jppo.settings.table import TABLE

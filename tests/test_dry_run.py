@@ -19,11 +19,11 @@ from jppo.forecast import machines
 from jppo.forecast.machines import GIB
 from jppo.learner import packing
 from jppo.learner.make import make_mesh
-from jppo.learner.make_ppo import list_run_programs, make_learner, plan_of_run, run_programs
 from jppo.models import decoder
 from jppo.preflight import memory, memory_budget, preview, programs, servers
 from jppo.preflight.request import DryRun
 from jppo.run.inputs import read_inputs
+from jppo.run.make import list_run_programs, make_learner, plan_of_run, run_programs
 from tests.make import typed, write_lines
 
 KEY = jax.random.key(0)

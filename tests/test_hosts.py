@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from jppo import settings, train
 from jppo.distributed.hosts import Hosts
 from jppo.errors import UserError
-from jppo.rollout.make_servers import host_urls
+from jppo.rollout.servers.make import host_urls
 from jppo.run import start
 from jppo.run.start import require_shareable
 from jppo.settings import table

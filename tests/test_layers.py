@@ -23,7 +23,16 @@ LAYERS = (
     ("rollout", "forecast"),
     ("rewards",),
     ("agent", "samples", "report", "verl"),
-    ("run.tokenizer", "run.inputs", "run.loop", "run.resume", "run.agreement", "run.supervised", "run.trained_model"),
+    (
+        "run.tokenizer",
+        "run.make",
+        "run.inputs",
+        "run.loop",
+        "run.resume",
+        "run.agreement",
+        "run.supervised",
+        "run.trained_model",
+    ),
     ("check",),  # COMMANDS_BELOW
     ("preflight",),
     ("run",),
@@ -155,12 +164,12 @@ OF_JPPO = {
 # Few modules read settings. All but pure rooms may take what commands need.
 OF_COMMANDS = tuple(f"jppo.settings.{name}" for name in ("Parser", "exit_on_user_error", "natural"))
 PURE_ROOMS = ("jppo.algorithms", "jppo.models", "jppo.learner")
-MAKERS = ("jppo.learner.make", "jppo.learner.make_ppo", "jppo.learner.catalogue")  # of learner/, which read settings
+MAKERS = ("jppo.learner.make", "jppo.learner.catalogue")  # of learner/, which read settings
 READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight"),
     *(f"jppo.{command}" for row in LAYERS[-2:] for command in row),
     *(f"jppo.{room}.make" for room in ("agent", "rewards", "rollout", "runlog", "samples")),
-    *("jppo.rewards.make_models", "jppo.rollout.make_servers"),
+    *("jppo.rewards.make_models", "jppo.rollout.servers.make"),
     *("jppo.rewards.check", "jppo.report.page", "jppo.verl.translate", "jppo.verl.values"),
     *MAKERS,
 )
@@ -168,7 +177,7 @@ SECTIONS = {name.split(".")[0] for name in table.TABLE}
 PLACES = {tuple(name.split(".")[-2:]) for name in table.TABLE}  # (section, setting)
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
 NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.agent")
-BUT = ("jppo.rollout.inprocess", "jppo.rollout.make", "jppo.rollout.make_servers", "jppo.rollout.publish")
+BUT = ("jppo.rollout.inprocess", "jppo.rollout.make", "jppo.rollout.servers.make", "jppo.rollout.publish")
 # What training, or a loop on `jppo.open`, imports only where a setting or a switch asks for it.
 OPTIONAL = (
     "jppo.agent",
@@ -180,7 +189,7 @@ OPTIONAL = (
     "jppo.verl",
 )
 OPTIONAL += ("jppo.preflight", "jppo.rewards.code", "jppo.rewards.make_models", "jppo.rewards.judge")
-OPTIONAL += ("jppo.rewards.model", "jppo.rewards.classifier", "jppo.rollout.make_servers", "jppo.rollout.servers")
+OPTIONAL += ("jppo.rewards.model", "jppo.rewards.classifier", "jppo.rollout.servers")
 OPTIONAL += ("jppo.rollout.sglang", "jppo.rollout.vllm", "jppo.runlog.remote_loggers")
 LIGHT = ("jppo.preflight", "jppo.preflight.request")
 
@@ -369,7 +378,7 @@ def test_the_walk_sees_the_project():
         ("jppo.learner.make", "from jppo.settings import Settings", None),
         ("jppo.learner.ppo", "from jppo.settings import Settings", "a pure room reads no settings"),
         ("jppo.learner.ppo", "from jppo import settings", "a pure room reads no settings"),
-        ("jppo.learner.ppo", "from jppo.learner.make_ppo import batch_shape", "a pure room sees no maker"),
+        ("jppo.learner.ppo", "from jppo.learner.make import plan_rows", "a pure room sees no maker"),
         ("jppo.learner.ppo", "from jppo.learner import make", "a pure room sees no maker"),
         ("jppo.models.heads", "def f(given):\n    return given.actor.clip_ratio", "reads given.actor.clip_ratio"),
         ("jppo.algorithms.losses", "def f(c):\n    a = c.actor\n    return a.clip_ratio", "reads c.actor"),

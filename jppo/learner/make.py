@@ -1,6 +1,6 @@
 """From the settings to what every training has: the mesh, a loaded model, its optimizer, the shapes of rows.
 
-PPO's learner is made in `make_ppo.py`. What of learner/ reads settings is in these two and in `catalogue.py`; the verbs
+PPO's learner is made in `run/make.py`. What of learner/ reads settings is here and in `catalogue.py`; the verbs
 of its other modules take values.
 """
 

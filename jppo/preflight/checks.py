@@ -14,7 +14,6 @@ from jppo import process, settings
 from jppo.errors import expanded
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
-from jppo.learner.make_ppo import list_run_programs, make_learner, run_programs
 from jppo.learner.ppo import StepLearner
 from jppo.models.params import Head
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview
@@ -25,6 +24,7 @@ from jppo.rollout.make import make_publish_settings, open_engine, published_dtyp
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run import agreement
 from jppo.run.inputs import Inputs, engine_arguments, read_inputs, require_reward
+from jppo.run.make import list_run_programs, make_learner, run_programs
 from jppo.run.supervised import Task
 from jppo.settings import Settings, Supervised, Training
 from jppo.settings.rules_rollout import publish_via

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jppo.learner import cost, make, make_ppo, packing, sharding, state
+from jppo.learner import cost, make, packing, sharding, state
 from jppo.learner.make import offloaded_parts, optimizer_of
 from jppo.learner.ppo import ModelConfigs
 from jppo.learner.programs import Program
@@ -27,6 +27,7 @@ from jppo.preflight.servers import server_memory
 from jppo.rollout.inprocess import TURNS, InprocessSettings, empty_fill, make_empty, make_programs, make_rule
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import greedy
+from jppo.run.make import list_run_programs, make_learner, shares_trunk
 from jppo.settings import Settings, Supervised, Training, optimizers
 from jppo.types import Rows, TrainState
 
@@ -79,8 +80,8 @@ def account_for(
 
 def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: int) -> Estimate:
     """Estimates the memory of a PPO run whose step has `entries` row entries in all, padding included."""
-    learner, state = make_ppo.make_learner(c, inputs, mesh, make.SHAPES)
-    programs, shapes = make_ppo.list_run_programs(c, learner, state), largest_shapes(learner.plan)
+    learner, state = make_learner(c, inputs, mesh, make.SHAPES)
+    programs, shapes = list_run_programs(c, learner, state), largest_shapes(learner.plan)
 
     def count_flop(program: Program) -> int:
         """Returns the FLOP that the models need for the rows of a program."""
@@ -107,7 +108,7 @@ def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: in
     base = learner.actor.base
     parts = {"policy": size((state.policy, base)), "policy's optimizer": size(state.policy_opt)}
     if learner.critic is not None:
-        frozen = None if make_ppo.shares_trunk(c, inputs) else learner.critic.base
+        frozen = None if shares_trunk(c, inputs) else learner.critic.base
         parts |= {"critic": size((state.value, frozen)), "critic's optimizer": size(state.value_opt)}
     if learner.reference is not None and (base is None or learner.reference is not base.params):
         parts["reference"] = size(learner.reference)

@@ -17,7 +17,6 @@ from jppo.child_process import python_path
 from jppo.data import check as data_check
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
 from jppo.errors import UserError
-from jppo.learner.make_ppo import path_of_critic, read_models_of_run
 from jppo.models import decoder, heads, hf
 from jppo.models.config import ModelConfig
 from jppo.preflight import memory, memory_budget
@@ -28,9 +27,10 @@ from jppo.rewards.classifier import read_classifier
 from jppo.rewards.graders import grader_of
 from jppo.rewards.make import make_refusal, make_reward_sum, needed_columns, require_values
 from jppo.rewards.make_models import make_judge
-from jppo.rollout.make_servers import open_reference
+from jppo.rollout.servers.make import open_reference
 from jppo.run.agreement import sampling_warnings
 from jppo.run.inputs import Inputs, columns_of
+from jppo.run.make import path_of_critic, read_models_of_run
 from jppo.run.tokenizer import read_tokenizer
 from jppo.settings import Settings, template_arguments
 from jppo.types import Params

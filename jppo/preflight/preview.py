@@ -16,7 +16,6 @@ from jppo.errors import UserError, escaped
 from jppo.forecast.machines import Machine
 from jppo.learner import packing
 from jppo.learner.make import sketch_trained
-from jppo.learner.make_ppo import make_epochs, plan_of_run
 from jppo.preflight import memory, memory_budget
 from jppo.preflight.programs import (
     Estimate,
@@ -37,6 +36,7 @@ from jppo.preflight.servers import server_work
 from jppo.rollout.make import describe_servers, published_dtype, share_gpu, with_servers
 from jppo.run.agreement import sampling_warnings
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs
+from jppo.run.make import make_epochs, plan_of_run
 from jppo.settings import Settings, Training
 
 C = TypeVar("C", bound=Training)

@@ -15,12 +15,12 @@ from jppo import process
 from jppo.distributed.hosts import ALONE
 from jppo.forecast.machines import GIB, HOST, Machine
 from jppo.learner import sharding
-from jppo.learner.make_ppo import wants_critic
 from jppo.models import attention
 from jppo.models.config import ModelConfig
 from jppo.rollout.make import may_overlap
 from jppo.rollout.vllm.buckets import BUCKET
 from jppo.run.agreement import PROBE_ROUNDS, PROBES
+from jppo.run.make import wants_critic
 from jppo.settings import Settings
 from jppo.settings.rules_rollout import publish_via
 

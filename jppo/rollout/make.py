@@ -1,4 +1,4 @@
-"""The rollout engine from the settings: its kind, the in-process one, its publishes. `make_servers.py` has servers."""
+"""The rollout engine from the settings: its kind, the in-process one, its publishes. `servers/make.py` has servers."""
 
 import functools
 import os
@@ -13,13 +13,13 @@ from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import UserError
 from jppo.learner import cost, sharding
 from jppo.learner.make import make_mesh
-from jppo.learner.make_ppo import kept_tokens
 from jppo.learner.ppo import Learner
 from jppo.models import attention, hf
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
 from jppo.rollout.inprocess import InprocessEngine, InprocessSettings, Source
 from jppo.rollout.publish import PolicyPublisher, PublishSettings, publish_policy
+from jppo.run.make import kept_tokens
 from jppo.settings import Loop, Rollout, Settings, parts, texts
 
 if TYPE_CHECKING:

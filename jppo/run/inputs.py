@@ -11,12 +11,12 @@ from jppo.data.stream import user_order
 from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.errors import UserError, expanded
 from jppo.learner.make import make_adapters, require_optimizers
-from jppo.learner.make_ppo import make_algorithm, read_models_of_run
 from jppo.learner.ppo import ModelConfigs
 from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.rewards.make import make_refusal, needed_columns, require_parts
 from jppo.run.loop import total_steps
+from jppo.run.make import make_algorithm, read_models_of_run
 from jppo.run.tokenizer import read_tokenizer
 from jppo.samples.make import prompts_per_batch, require_given
 from jppo.settings import Loop, Settings, parts, template_arguments

@@ -20,7 +20,6 @@ from jppo.distributed.launchers import join_launched
 from jppo.errors import UserError, expanded
 from jppo.learner import make, packing, sharding
 from jppo.learner.make import attention_kernel, make_mesh
-from jppo.learner.make_ppo import list_run_programs, make_learner, replayed_experts, require_models_fit, run_programs
 from jppo.learner.ppo import StepLearner
 from jppo.learner.utilisation import introduce_peak
 from jppo.rewards.graders import RUNS_CODE, describe_refused, grader_of
@@ -40,6 +39,7 @@ from jppo.run import resume
 from jppo.run.agreement import Match, agree, sampling_warnings
 from jppo.run.inputs import Inputs, describe_decoding, engine_arguments, read_inputs, require_reward
 from jppo.run.loop import Opened
+from jppo.run.make import list_run_programs, make_learner, replayed_experts, require_models_fit, run_programs
 from jppo.run.resume import Begun, data_checksums, finished
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
@@ -227,7 +227,7 @@ def _open_served_reference(c: Settings, inputs: Inputs, hosts: Hosts) -> "Served
     """Attaches to the servers of `ref.url`; None without one."""
     if not c.ref.url:
         return None
-    from jppo.rollout.make_servers import open_reference
+    from jppo.rollout.servers.make import open_reference
 
     return open_reference(c, inputs.tokenizer, hosts)
 

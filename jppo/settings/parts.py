@@ -34,7 +34,7 @@ def _engine_at(where: str) -> Part:
     return part
 
 
-_SERVED = _engine_at("jppo.rollout.make_servers:start_engine")
+_SERVED = _engine_at("jppo.rollout.servers.make:start_engine")
 ENGINES = Registry[Part](
     "engines",
     {"vllm": _SERVED, "sglang": _SERVED, "inprocess": _engine_at("jppo.rollout.make:start_inprocess")},

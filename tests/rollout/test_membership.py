@@ -9,10 +9,10 @@ import pytest
 
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import UserError
-from jppo.rollout.make_servers import attached_urls
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import fleet, repair
+from jppo.rollout.servers.make import attached_urls
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.repair import address_lookup
 from jppo.rollout.vllm.client import GENERATE, start_vllm
