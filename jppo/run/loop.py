@@ -82,8 +82,7 @@ def learn(run: Opened, method: Method, now: Progress) -> Progress:
                 with timer("testing"):
                     metrics |= method.test(now)
             metrics |= timer.next_step() | sharding.memory()
-            if (tokens := metrics.get("perf/total_num_tokens")) is not None:  # else pending in a former checkpoint
-                metrics["perf/throughput"] = tokens / metrics["timing_s/step"]
+            metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
             run.logger.log(now.step, metrics)
             now = dataclasses.replace(now, unlogged=None)
             method.require_progress(now)

@@ -1,6 +1,5 @@
 """The arrays of a checkpoint: names, structure, checksums, orbax's conversions; and reading one, or a field of it."""
 
-import collections
 import dataclasses
 import json
 import logging
@@ -153,13 +152,12 @@ def restore(
     *,
     fits: Callable[[dict[str, Any]], None] | None = None,
     optional: Sequence[str] = (),
-    former_name: Callable[[str], str] = str,
 ) -> Restored:
     """Reads the checkpoint at `path` into the structure, shapes, dtypes and shardings of `like`.
 
     `like` holds arrays or `jax.ShapeDtypeStruct`s with shardings; its `optional` fields hold arrays, which stay
-    where the checkpoint has nothing for the field. `fits` sees the meta first and raises what speaks against it. An
-    array that is not there is read by its `former_name`. A checkpoint of another structure is a user's error.
+    where the checkpoint has nothing for the field. `fits` sees the meta first and raises what speaks against it. A
+    checkpoint of another structure is a user's error.
     """
     require_checkpoint(path)
     silence_orbax()
@@ -170,20 +168,14 @@ def restore(
         saved = content["arrays"]
         missing = tuple(field for field in optional if not any(_in_field(name, field) for name in saved))
         leaf_of = dict(named_leaves(like))
-        names = [name for name in leaf_of if not any(_in_field(name, field) for field in missing)]
-        stored_name = {name: name if name in saved else former_name(name) for name in names}
-        expected = {stored_name[name]: leaf_of[name] for name in names}
+        expected = {
+            name: leaf for name, leaf in leaf_of.items() if not any(_in_field(name, field) for field in missing)
+        }
         _check_structure(path, saved, expected)
         targets = {name: _target(leaf) for name, leaf in expected.items()}
         arrays = _read_items(reader, path.absolute(), state=ocp.args.StandardRestore(targets))["state"]
     _check_checksums(path, arrays, saved)
-    uses = collections.Counter(stored_name.values())
-
-    def read_leaf(name: str) -> jax.Array:
-        array = _as_leaf(arrays[stored_name[name]], saved[stored_name[name]])
-        return array if uses[stored_name[name]] == 1 else array.copy()  # each leaf may be donated
-
-    leaves = [read_leaf(name) if name in stored_name else leaf for name, leaf in leaf_of.items()]
+    leaves = [_as_leaf(arrays[name], saved[name]) if name in expected else leaf for name, leaf in leaf_of.items()]
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
     kept_fields = tuple(field for field in missing if any(_in_field(name, field) for name in leaf_of))
     return Restored(content["step"], state, content["meta"], kept_fields)
@@ -214,10 +206,9 @@ def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]
 def _read_content(reader: ocp.AsyncCheckpointer, path: pathlib.Path) -> dict[str, Any]:
     """Reads step, meta and the table of arrays; Damaged if they are not what was saved."""
     content = _read_items(reader, path.absolute(), about=ocp.args.JsonRestore())["about"]
-    if not isinstance(content, dict) or not {"step", "meta", "arrays"} <= content.keys():
-        raise Damaged(f"{path} is damaged: its about/ lacks step, meta or arrays; use another")
-    checksum = content.pop("checksum", None)  # former checkpoints have none
-    if checksum is not None and checksum != text_checksum(content):
+    if not isinstance(content, dict) or not {"step", "meta", "arrays", "checksum"} <= content.keys():
+        raise Damaged(f"{path} is damaged: its about/ lacks step, meta, arrays or their checksum; use another")
+    if content.pop("checksum") != text_checksum(content):
         raise Damaged(f"{path} is damaged: its about/ differs from what was saved; use another")
     return content
 

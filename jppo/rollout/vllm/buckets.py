@@ -90,7 +90,7 @@ class Pass:
     refused: dict[str, RolloutError] = dataclasses.field(default_factory=dict)  # by servers that then need all
 
     def ask(self, endpoint: Endpoint) -> None:
-        """Notes whether all workers of a server have the base; those of an older jppo do not answer with theirs."""
+        """Notes whether all workers of a server have the base."""
         if all(worker.get("base") == self.base for worker in call_workers(endpoint, "jppo_transfer")):
             self.have_base.add(endpoint.url)
 

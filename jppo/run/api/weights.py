@@ -21,7 +21,7 @@ from jppo.models import placing
 from jppo.models.lora import Weights, join
 from jppo.run.api.responses import Responses
 from jppo.run.make import begin_optimizer
-from jppo.run.resume import OPTIMIZERS, former_name, frozen_weights, require_same_run, run_identity
+from jppo.run.resume import OPTIMIZERS, frozen_weights, require_same_run, run_identity
 from jppo.run.trained_model import find_checkpoint, is_checkpoint
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import restore
@@ -159,9 +159,7 @@ def load_state(
         raise UserError(f"{path} has no checkpoint, only a model; open that by jppo.open('{path}/hf')")
     spare = learner.spare()
     fits = functools.partial(_require_fitting, identity)
-    restored = restore(
-        checkpoint, state.remove_padding(template, spare), fits=fits, optional=OPTIMIZERS, former_name=former_name
-    )
+    restored = restore(checkpoint, state.remove_padding(template, spare), fits=fits, optional=OPTIMIZERS)
     loaded = state.restore_padding(restored.state, spare, template)
     if optimizer and not {*restored.missing} & {*OPTIMIZERS}:
         return loaded
