@@ -59,7 +59,7 @@ class SamplingRule:
 def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool = False, kept: int = 0) -> Slots:
     """Allocates free rows of `length` tokens each.
 
-    `experts` keeps the experts of every token, `kept` up to so many tokens of which each was sampled.
+    `experts` reserves room for the experts of every token, `kept` for up to so many kept tokens of each.
     """
     counts, spec = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
     return Slots(

@@ -67,7 +67,7 @@ class _Side(Plain):
         return self._places[id(value)]
 
     def request(self, op: str, *operands: object) -> Any:
-        """Does an operation on the other side, and returns or raises what it does."""
+        """Asks the other side for an operation, and returns or raises its result."""
         self._send({"op": op, "args": [self.encode(operand) for operand in operands]})
         while "op" in (message := self._receive()):
             self.answer(message)
@@ -253,7 +253,7 @@ class TestsSide(_Side):
                 if op not in ("iter", "name", "copy", "deepcopy"):
                     self._looks.clear()
                 return self.request(op, *operands)
-            if self.touched():
+            if self.has_changed():
                 self._looks.clear()
             handle, *operands_left = operands
             look_key = op, number_of(handle), json.dumps([self.encode(value) for value in operands_left])

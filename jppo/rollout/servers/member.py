@@ -38,7 +38,7 @@ STOLEN = 3  # times that another program takes the port between two checks, befo
 
 
 def check_ports(port: int, servers: int) -> None:
-    """UserError if a requested port is in use."""
+    """Raises UserError if a requested port is in use."""
     for candidate in range(port, port + servers) if port else ():
         try:
             _reserve_port(candidate).close()
