@@ -224,7 +224,7 @@ def sample_tokens(
 
 
 def kept_tokens(logits: jax.Array, vocab_size: int, max_kept: int) -> jax.Array:
-    """Returns the tokens that are left in filtered logits [R, V], as in `Trajectory.kept`: [R, most] i32."""
+    """Returns the tokens that are left in filtered logits [R, V], as in `Trajectory.kept`: [R, max_kept] i32."""
     removed = heads.NO_TOKEN / 1e3  # at any temperature
     count = jnp.sum(logits > removed, axis=-1, keepdims=True)
     values, ids = jax.lax.top_k(logits, max_kept)
