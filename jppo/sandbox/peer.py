@@ -373,7 +373,7 @@ class TestsSide(_Side):
 
 
 def _make_function(ask: Callable[..., Any], name: str, doc: Any, parameters: str) -> Any:
-    """Makes what the program has of a function of the tests: `parameters` are `_parameters` of it."""
+    """Makes the program's stand-in for a function of the tests; `parameters` are `_parameters` of that function."""
     function = eval(f"lambda {parameters}: _ask({parameters})", {"_ask": lambda *args, **named: ask(args, named)})
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
@@ -381,7 +381,7 @@ def _make_function(ask: Callable[..., Any], name: str, doc: Any, parameters: str
 
 
 def _make_iterator(ask: Callable[..., Any]) -> Iterator[Any]:
-    """Makes what the program has of an iterator of the tests."""
+    """Makes the program's stand-in for an iterator of the tests; `ask` gets its next value."""
     with contextlib.suppress(StopIteration):
         while True:
             yield ask((), {})

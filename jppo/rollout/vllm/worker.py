@@ -81,7 +81,7 @@ class WeightLoader:
 
 
 def config_set(owner: Any) -> Any:
-    """Makes vLLM's config the current one; transformers' classes read it when vLLM's transformers backend serves them."""
+    """Makes vLLM's config the current one: classes of vLLM's transformers backend read it."""
     vllm = sys.modules.get("vllm.config")
     return contextlib.nullcontext() if vllm is None else vllm.set_current_vllm_config(owner.vllm_config)
 
