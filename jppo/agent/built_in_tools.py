@@ -234,7 +234,7 @@ class Search:
         }
 
     def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:  # in a thread: a corpus may be large
-        """Returns the numbered texts."""
+        """Returns the texts that fit best, numbered."""
         texts = self._index.best(str(arguments["query"]), self._results)
         return "\n".join(f"[{number}] {text}" for number, text in enumerate(texts, start=1)) or "nothing was found"
 

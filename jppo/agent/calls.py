@@ -123,7 +123,7 @@ def without_calls(text: str, format: str) -> str:
 
 
 def _find_calls(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
-    """Returns the calls after the thoughts."""
+    """Returns the calls in a text, without those in thoughts."""
     calls: list[re.Match[str]] = []
     for match in pattern.finditer(text):
         if match["close"]:

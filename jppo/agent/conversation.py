@@ -55,7 +55,7 @@ Begin = Callable[[Context], Awaitable[tuple[str, Respond]]]  # the opening messa
 
 
 def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
-    """Returns the simulated user of a run."""
+    """Makes the simulated user of a run; returns the function that begins a conversation with it."""
     user = _load_class(spec, "rollout.multi_turn.interaction", ("respond",))()
 
     async def begin(context: Context) -> tuple[str, Respond]:
@@ -70,7 +70,7 @@ def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
 
 
 def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
-    """Returns a function that creates an environment for every conversation."""
+    """Returns the function that begins a conversation with a new environment."""
     cls = _load_class(spec, "rollout.multi_turn.environment", ("reset", "step"))
 
     async def begin(context: Context) -> tuple[str, Respond]:
@@ -228,7 +228,7 @@ class _State:
         return self.branches[-1]
 
     async def open(self, begin: Begin | None) -> str:
-        """Returns the partner's first message, if any."""
+        """Creates the partner; returns its first message, if any."""
         if begin is None:
             return ""
         try:
@@ -238,7 +238,7 @@ class _State:
         return opening
 
     def begin(self, chat: Chat, opening: str, room: int) -> list[int]:
-        """Returns the prompt with the partner's first message; no tokens if it has no room."""
+        """Begins the first branch: the prompt with the partner's first message; no tokens if it has no room."""
         self.history = list(self.messages)
         ids: list[int] = self.prompt.ids.tolist()
         if opening:
@@ -316,7 +316,7 @@ def make_talk(
     ends: tuple[int, ...],
     branches: int = 1,
 ) -> Talk:
-    """Closes over the parts of a run: `decode` drops special tokens, `spell` keeps them.
+    """Makes the talk of conversations from the parts of a run: `decode` drops special tokens, `spell` keeps them.
 
     Of the branches of a conversation the latest `branches` are trained on.
     """

@@ -63,7 +63,7 @@ class Hosts:
         timeout_s: float = 60.0,
         end_timeout_s: float = 120.0,
     ) -> None:
-        """Makes a single host by default."""
+        """Makes host `rank` of `count`, which meet in `store` (JAX's key-value store); by default one host alone."""
         self.rank = rank
         self.count = count
         self.working = count == 1  # a stop may interrupt the current work

@@ -229,7 +229,7 @@ def _by_head(x: jax.Array, kv_heads: int | None = None) -> jax.Array:
 
 
 def _by_token(x: jax.Array) -> jax.Array:
-    """Inverts `_by_head`."""
+    """Reshapes [R, K, H/K, T, A] back to [R, T, H, A]."""
     R, K, G, T, A = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(R, T, K * G, A)
 

@@ -327,7 +327,7 @@ class ModelConfig:
 
     @property
     def unread_names(self) -> tuple[str, ...]:
-        """Returns the first parts of their names."""
+        """Returns the beginnings of the names of tensors that are not read."""
         further_layers = tuple(f"model.layers.{self.num_layers + i}." for i in range(self.further_layers))
         prefixes = (f"model.layers.{i}.self_attn." for i, modules in enumerate(self.layer_modules) if not modules.keyed)
         unused = tuple(start + name for start in prefixes for name in ("k_proj.", "v_proj.", "k_norm."))

@@ -99,7 +99,7 @@ class _Model:
 def read_rotary(
     fields: Fields, family: Family, head_dim: int, longest: int | None, full_heads: Heads | None = None
 ) -> tuple[Rotary, Rotary | None]:
-    """Returns the frequencies of full layers, and of sliding ones if they have their own.
+    """Reads the rotary frequencies of full layers, and of sliding ones if they have their own.
 
     `longest` is the largest number of tokens of a row, by which `longrope` chooses; None: the first context. The heads
     of full layers may have sizes of their own, `full_heads`.
@@ -191,7 +191,7 @@ def _rotated_part(model: _Model, rope_fields: Fields) -> float:
 
 
 def _first_context(model: _Model, rope_fields: Fields) -> int:
-    """Returns the context before scaling: by transformers' order of places."""
+    """Returns the context length before scaling, from the field that transformers would read."""
     name, fields = "original_max_position_embeddings", model.fields
     source, default = rope_fields, _context_length(fields)
     if model.family.local_theta is None and (name in fields or model.family.first_context is not None):
@@ -244,7 +244,7 @@ def _read_longrope(model: _Model, rope: Fields, theta: float, first: int) -> Rot
 
 
 def context_length(fields: Fields, rotary: Rotary) -> int:
-    """Returns the model's context length."""
+    """Returns the longest context of a model, with its rotary scaling."""
     context = _context_length(fields)
     return int(context * rotary.factor) if rotary.longest is None else min(context, rotary.longest)
 

@@ -72,6 +72,7 @@ class Attention(nn.Module):
     def __call__(
         self, x: jax.Array, positions: LayerPositions, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
+        """Computes attention of x [R, T, D]; returns it with the extended cache, or with keys and values to share."""
         cfg, modules = self.cfg, self.modules
         D, H, (K, A) = cfg.hidden_size, cfg.num_heads, cfg.heads_of(modules)
 
@@ -144,6 +145,7 @@ class Layer(nn.Module):
         layer_embedding: jax.Array | None = None,
         cache: State | None = None,
     ) -> tuple[jax.Array, State | None]:
+        """Computes the layer's output [R, T, D] and its extended cache, if there is one."""
         cfg, modules = self.cfg, self.modules
 
         def norm(name: str, y: jax.Array, enabled: bool) -> jax.Array:
@@ -235,6 +237,7 @@ class Decoder(nn.Module):
         counted: jax.Array | None = None,
         replayed: Replayed = None,
     ) -> jax.Array:
+        """Computes the hidden states [R, T, D] of tokens [R, T]; `replayed` experts replace the routers' choices."""
         chex.assert_rank([tokens, segment, position], 2)
         chex.assert_equal_shape([tokens, segment, position])
         cfg = self.cfg
@@ -279,13 +282,13 @@ class Decoder(nn.Module):
 
 
 def attention_settings(cfg: ModelConfig) -> dict[str, Any]:
-    """Returns a model's arguments of attention."""
+    """Returns the arguments of attention that a model sets: scale, soft cap and windows."""
     windows = tuple(kind.window for kind in cfg.kinds)
     return dict(scale=cfg.query_scale, softcap=cfg.attn_softcap, windows=windows)
 
 
 def positions_by_kind(cfg: ModelConfig, position: jax.Array, segment: jax.Array | None) -> Positions:
-    """Returns the tokens' places for every kind of layer."""
+    """Returns the tokens' positions, with the rotary angles of every kind of layer."""
 
     def rotary_dim(kind: AttentionKind) -> int:
         if kind.heads is not None:
@@ -296,19 +299,19 @@ def positions_by_kind(cfg: ModelConfig, position: jax.Array, segment: jax.Array 
 
 
 def add_shared_keys(positions: Positions, modules: LayerModules, cache: LayerCache) -> Positions:
-    """Adds the keys and values that later layers of this kind share."""
+    """Adds a layer's keys and values, which later layers of its kind share."""
     assert modules.kind is not None
     return dataclasses.replace(positions, shared=(positions.shared or {}) | {modules.kind: (cache.k, cache.v)})
 
 
-def scale_embeddings(rows: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:
+def scale_embeddings(embeddings: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:
     """Casts looked-up embeddings [R, T, D] and scales them, as inputs of the first layer."""
-    x = rows.astype(dtype)
+    x = embeddings.astype(dtype)
     return x if cfg.embed_scale == 1.0 else x * jnp.asarray(cfg.embed_scale, dtype)  # rounded, as by transformers
 
 
 def split_layers(variables: Params, cfg: ModelConfig) -> Params:
-    """Splits the stacked layers into a tuple: once before a loop of `forward_cached`."""
+    """Splits the stacked parameters into a tuple of layers: once before a loop of `forward_cached`."""
     layers_by_index: dict[int, Params] = {}
     for stack in cfg.stacks:
         parts = {name: lora.find_adapters(part, stack.path) for name, part in variables.items()}

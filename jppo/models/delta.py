@@ -41,6 +41,7 @@ class DeltaNet(nn.Module):
     def __call__(
         self, x: jax.Array, positions: LayerPositions, cache: DeltaCache | None
     ) -> tuple[jax.Array, DeltaCache | None]:
+        """Computes the net's output for x [R, T, D]; returns it with the next recurrent state, if there was one."""
         cfg, spec = self.cfg, self.cfg.delta
         assert spec is not None
         D, N, U, W = cfg.hidden_size, spec.key_heads, spec.value_heads, spec.value_dim
@@ -215,6 +216,7 @@ class LatentAttention(nn.Module):
     def __call__(
         self, x: jax.Array, positions: LayerPositions, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
+        """Computes attention of x [R, T, D]; returns it with the extended cache, if there is one."""
         cfg, spec = self.cfg, self.cfg.latent
         assert spec is not None
         D, H, C, N, W = cfg.hidden_size, cfg.num_heads, spec.rank, spec.plain_dim, spec.value_dim

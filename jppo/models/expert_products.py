@@ -43,7 +43,7 @@ class _Chunks(NamedTuple):
 
 
 def _make_chunks(kernels: Any, sizes: jax.Array, order: jax.Array, *, cpu: bool) -> _Chunks:
-    """Cuts pairs in the order of their groups into blocks.
+    """Cuts pairs, in `order` by group, into chunks of blocks of one group each; `sizes` are the groups'.
 
     Larger blocks have more empty places, and smaller ones copy more kernels. At this size an H100 or a TPU would take
     as long for one as for the other. A CPU computes block by block, and none that is empty.
@@ -66,7 +66,7 @@ def _make_chunks(kernels: Any, sizes: jax.Array, order: jax.Array, *, cpu: bool)
 
 
 def _cut_blocks(sizes: jax.Array, size: int, count: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Cuts sorted rows into `count` blocks of one group each, the last ones without rows.
+    """Cuts rows, sorted by groups of these `sizes`, into `count` blocks of one group each, the last ones without rows.
 
     Returns the number of blocks that have rows, and of each its group, its first row, and the end of its group.
     """
@@ -121,7 +121,7 @@ grouped_map.defvjp(_forward, _backward)
 def grouped_outputs(
     mapping: GroupedMap, kernels: Any, rows: Any, sizes: jax.Array, order: jax.Array, *, cpu: bool
 ) -> jax.Array:
-    """Computes the function chunk by chunk, on a CPU or an accelerator."""
+    """Computes `grouped_map` chunk by chunk, on a CPU or an accelerator."""
     chunks, take_kernels = _make_chunks(kernels, sizes, order, cpu=cpu), _kernel_taker(kernels, rows)
 
     def run_chunk(i: Any) -> jax.Array:
@@ -134,7 +134,7 @@ def grouped_outputs(
 def grouped_gradients(
     mapping: GroupedMap, kernels: Any, rows: Any, sizes: jax.Array, order: jax.Array, cotangent: jax.Array, *, cpu: bool
 ) -> tuple[Any, tuple[jax.Array, ...]]:
-    """Computes the gradients of kernels and rows; kernels' gradients are summed in their dtype, f32 at least."""
+    """Computes the gradients of `grouped_map`: of kernels, summed in f32 at least, and of rows."""
     chunks, take_kernels = _make_chunks(kernels, sizes, order, cpu=cpu), _kernel_taker(kernels, rows)
 
     def add_chunk(i: Any, sums: Any) -> Any:
@@ -172,7 +172,7 @@ def sum_consecutive(x: jax.Array, count: int) -> jax.Array:
 
 
 def _kernel_taker(kernels: Any, rows: Any) -> Callable[[jax.Array], Any]:
-    """Makes the function that returns blocks' kernels; it copies narrow ones, and their gradients are wide."""
+    """Makes the function that takes blocks' kernels by group: rounded copies, whose gradients are not rounded."""
     rounded = jax.tree.map(lambda x: x.astype(rows[0].dtype), kernels)
 
     def take_kernels(group: jax.Array) -> Any:

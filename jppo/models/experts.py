@@ -112,13 +112,13 @@ class Mixture(nn.Module):
 def mix(
     kernels: tuple[jax.Array, ...], x: jax.Array, weight: jax.Array, chosen: jax.Array, cfg: ModelConfig
 ) -> jax.Array:
-    """Computes the experts' outputs on one device."""
+    """Computes the weighted sum of each token's experts on one device; a `Mix`."""
     chex.assert_rank([*kernels, x, weight, chosen], 3)
     return _mix(_Plan(cfg, None, False), kernels, x, weight, chosen)
 
 
 def make_mix(mesh: Mesh | AbstractMesh | None, *, whole_rows: bool = False) -> Mix:
-    """Makes the same on a mesh, with x sharded as rows and their positions; `whole_rows`: as whole rows."""
+    """Makes a `Mix` for a mesh, with x sharded as rows and their positions; `whole_rows`: as whole rows."""
     mesh = None if mesh is None or mesh.size == 1 else mesh
     return lambda kernels, x, weight, chosen, cfg: _mix(_Plan(cfg, mesh, whole_rows), kernels, x, weight, chosen)
 
@@ -152,7 +152,7 @@ class _Plan:
         )
 
     def on_mesh(self, fn: Callable[..., Any], kernels: tuple[jax.Array, ...], gradients: bool) -> Callable[..., Any]:
-        """Maps `fn(plan, shards, kernels, *arrays of rows)` over devices."""
+        """Maps a device's `fn(plan, shards, kernels, *arrays of rows)` over the mesh."""
         mesh, shards = self.mesh, self.shards(kernels)
         fn = functools.partial(fn, self, shards)
         if mesh is None:
@@ -267,11 +267,11 @@ def run_experts(exchange: TokenExchange, kernels: Any, x: jax.Array, weight: jax
     route = _Route.of(exchange, chosen)
 
     def run_round(begin: jax.Array | int, room: int, total: jax.Array) -> jax.Array:
-        pair, (order, sizes) = route.pairs(begin, room), route.by_expert(begin, room)
-        output = exchange.run(kernels, route.sent(x, pair), route.sent(weight.reshape(-1, 1), pair), sizes, order)
-        return total + route.of_tokens(route.returned(output, begin, room), len(x))
+        pair, (order, sizes) = route.round_pairs(begin, room), route.sort_by_expert(begin, room)
+        output = exchange.run(kernels, route.send(x, pair), route.send(weight.reshape(-1, 1), pair), sizes, order)
+        return total + route.sum_by_token(route.send_back(output, begin, room), len(x))
 
-    total_output: jax.Array = route.rounds(run_round, jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
+    total_output: jax.Array = route.run_rounds(run_round, jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
     return total_output.astype(x.dtype)
 
 
@@ -285,15 +285,15 @@ def _send_backward(exchange: TokenExchange, args: Any, cotangent: jax.Array) -> 
     route, weight_rows = _Route.of(exchange, chosen), weight.reshape(-1, 1)
 
     def run_round(begin: jax.Array | int, room: int, totals: Any) -> Any:
-        pair, by_expert = route.pairs(begin, room), route.by_expert(begin, room)[::-1]
-        rows, weights, slope = (route.sent(array, pair) for array in (x, weight_rows, cotangent))
+        pair, by_expert = route.round_pairs(begin, room), route.sort_by_expert(begin, room)[::-1]
+        rows, weights, slope = (route.send(array, pair) for array in (x, weight_rows, cotangent))
         by_kernels, *grads = jax.vjp(lambda *args: exchange.run(*args, *by_expert), kernels, rows, weights)[1](slope)
-        grad_x, grad_weight = (route.returned(slope, begin, room) for slope in grads)
-        return jax.tree.map(jnp.add, totals, (by_kernels, route.of_tokens(grad_x, len(x)), grad_weight))
+        grad_x, grad_weight = (route.send_back(slope, begin, room) for slope in grads)
+        return jax.tree.map(jnp.add, totals, (by_kernels, route.sum_by_token(grad_x, len(x)), grad_weight))
 
     sum_dtype = jnp.promote_types(x.dtype, jnp.float32)
     zeros = jax.tree.map(jnp.zeros_like, kernels), jnp.zeros(x.shape, sum_dtype), jnp.zeros_like(weight_rows)
-    grad_kernels, grad_x, grad_weight = route.rounds(run_round, zeros)
+    grad_kernels, grad_x, grad_weight = route.run_rounds(run_round, zeros)
     return grad_kernels, grad_x.astype(x.dtype), grad_weight.reshape(weight.shape), None
 
 
@@ -314,6 +314,7 @@ class _Route(NamedTuple):
 
     @classmethod
     def of(cls, exchange: TokenExchange, chosen: jax.Array) -> "_Route":
+        """Plans the exchange of tokens whose experts are `chosen` [tokens, active]."""
         sent = jnp.bincount(chosen.reshape(-1), length=exchange.experts).astype(jnp.int32)
         sent = sent.reshape(exchange.mesh.shape[exchange.axis], -1)
         counts = jnp.sum(sent, axis=1)
@@ -325,7 +326,7 @@ class _Route(NamedTuple):
         number = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True) - start[device]
         return cls(exchange, order, start, counts, jnp.cumsum(received, axis=1), most, device, number)
 
-    def rounds(self, run_round: Callable[[jax.Array | int, int, Any], Any], start: Any) -> Any:
+    def run_rounds(self, run_round: Callable[[jax.Array | int, int, Any], Any], start: Any) -> Any:
         """Runs `run_round(first pair, room, total)` until the pairs of every device for every other were sent."""
         room = -(-len(self.order) // len(self.counts))
         small = -(-room // SMALLER)
@@ -333,19 +334,19 @@ class _Route(NamedTuple):
         more = jnp.maximum(0, -(-(self.most - room) // small))
         return jax.lax.fori_loop(0, more, lambda i, total: run_round(room + i * small, small, total), total)
 
-    def pairs(self, begin: jax.Array | int, room: int) -> jax.Array:
+    def round_pairs(self, begin: jax.Array | int, room: int) -> jax.Array:
         """Returns the pairs [devices, room] that a round sends; P where a slot stays empty."""
         number, P = begin + jnp.arange(room)[None], len(self.order)
         slot = jnp.where(number < self.counts[:, None], self.start[:, None] + number, P)
         return self.order.at[slot].get(mode="fill", fill_value=P)
 
-    def sent(self, x: jax.Array, pair: jax.Array) -> jax.Array:
+    def send(self, x: jax.Array, pair: jax.Array) -> jax.Array:
         """Sends the rows of x [P or tokens, D] for pairs; returns those that came [devices * room, D], 0 if empty."""
         rows = x.at[pair // (len(self.order) // len(x))].get(mode="fill", fill_value=0)
         came: jax.Array = jax.lax.all_to_all(rows, self.exchange.axis, 0, 0, tiled=True)
         return came.reshape(-1, x.shape[-1])
 
-    def returned(self, output: jax.Array, begin: jax.Array | int, room: int) -> jax.Array:
+    def send_back(self, output: jax.Array, begin: jax.Array | int, room: int) -> jax.Array:
         """Returns results to their senders, [P, ...] by pair; 0 for pairs that another round sends."""
         received = jax.lax.all_to_all(output.reshape(-1, room, output.shape[-1]), self.exchange.axis, 0, 0, tiled=True)
         number = self.number - begin
@@ -353,11 +354,11 @@ class _Route(NamedTuple):
         out: jax.Array = received.reshape(output.shape).at[slot].get(mode="fill", fill_value=0)
         return out
 
-    def of_tokens(self, x: jax.Array, tokens: int) -> jax.Array:
+    def sum_by_token(self, x: jax.Array, tokens: int) -> jax.Array:
         """Sums pairs [P, D] over each token's experts, in f32."""
         return jnp.sum(x.reshape(tokens, -1, x.shape[1]), axis=1, dtype=jnp.promote_types(x.dtype, jnp.float32))
 
-    def by_expert(self, begin: jax.Array | int, room: int) -> tuple[jax.Array, jax.Array]:
+    def sort_by_expert(self, begin: jax.Array | int, room: int) -> tuple[jax.Array, jax.Array]:
         """Returns the order of a round's slots by expert, and the slots of each expert.
 
         Empty slots count for the last expert, as rows of zeros. Slots of a device are sorted, so none is compared.

@@ -172,7 +172,7 @@ def _unsupported_reason(kernel: str, needs: Needs, gpu: tuple[int, int] | None) 
 
 
 def _make_cudnn(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
-    """Makes cuDNN's kernel. It masks by causality alone: no token sees the padding after its row's trajectory."""
+    """Makes attention by cuDNN's kernel, which masks by causality alone: padding follows its row's trajectory."""
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array, __: jax.Array | None) -> jax.Array:
         return jax.nn.dot_product_attention(
@@ -189,7 +189,7 @@ def _make_cudnn(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel
 
 
 def _make_pallas(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
-    """Makes the Triton kernel of JAX."""
+    """Makes attention by JAX's Triton kernel (NVIDIA GPUs)."""
     from jax.experimental.pallas.ops.gpu import attention as triton
 
     assert window is None and needs.softcap is None
@@ -218,7 +218,7 @@ def _triton_blocks(head_dim: int, itemsize: int) -> dict[str, Any]:
 
 
 def _make_splash(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
-    """Makes the TPU kernel of JAX."""
+    """Makes attention by JAX's splash kernel (TPUs)."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     head_bytes = jnp.dtype(needs.dtype).itemsize * needs.head_dim

@@ -59,7 +59,7 @@ class SamplingRule:
 def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool = False, kept: int = 0) -> Slots:
     """Allocates free rows of `length` tokens each.
 
-    `experts` keeps the experts of every token, `kept` up to so many tokens of which each was sampled.
+    `experts` reserves room for the experts of every token, `kept` for up to so many kept tokens of each.
     """
     counts, spec = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
     return Slots(
@@ -224,7 +224,7 @@ def sample_tokens(
 
 
 def kept_tokens(logits: jax.Array, vocab_size: int, max_kept: int) -> jax.Array:
-    """Returns the tokens that are left in filtered logits [R, V], as in `Trajectory.kept`: [R, most] i32."""
+    """Returns the tokens that are left in filtered logits [R, V], as in `Trajectory.kept`: [R, max_kept] i32."""
     removed = heads.NO_TOKEN / 1e3  # at any temperature
     count = jnp.sum(logits > removed, axis=-1, keepdims=True)
     values, ids = jax.lax.top_k(logits, max_kept)

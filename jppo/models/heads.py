@@ -51,7 +51,7 @@ class Vocabulary:
         return jnp.where(keep, logits, NO_TOKEN)
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Sums over tokens."""
+        """Sums x over the tokens, also where a mesh axis shards them."""
         local_sum = jnp.sum(x, axis=-1)
         return local_sum if self.axis is None else _sum_over(self.axis, local_sum)
 
@@ -69,7 +69,7 @@ class Vocabulary:
         return logits - _used_over(self.axis, self.logsumexp(logits))[..., None]
 
     def largest(self, logits: jax.Array, k: int) -> jax.Array:
-        """Returns where the k largest logits are; of equal ones the first tokens."""
+        """Returns a mask of the k largest logits; of equal ones the first tokens."""
         values, index = jax.lax.top_k(logits, min(k, logits.shape[-1]))
         tokens = jnp.take_along_axis(self.tokens(logits), index, axis=-1)
         if self.axis is not None:  # the largest of each device's largest
@@ -238,7 +238,7 @@ class Chunking:
         return self.mesh is None or self.mesh.size == 1
 
     def vocabulary(self, kernel: jax.Array) -> Vocabulary:
-        """Returns how the mesh shards the rows of such a whole kernel."""
+        """Returns how the mesh shards the tokens of such a whole kernel."""
         if self.mesh is None or self.on_one_device or kernel.shape[0] % self.mesh.shape[HEADS]:
             return Vocabulary()
         return Vocabulary(HEADS if self.mesh.shape[HEADS] > 1 else None)
@@ -313,34 +313,34 @@ def _backward(
     hidden: Any,
     tokens: Any,
     mask: jax.Array,
-    given: Any,
+    cotangents: Any,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Computes the gradients of the kernels and of a device's hidden states, with logits recomputed."""
-    flat, tokens = ([x.reshape(mask.size, *x.shape[2:]) for x in given] for given in (hidden, tokens))
-    given = jax.tree.map(lambda x: jnp.where(mask, x, 0).reshape(-1), given)
+    flat, tokens = ([x.reshape(mask.size, *x.shape[2:]) for x in arrays] for arrays in (hidden, tokens))
+    cotangents = jax.tree.map(lambda x: jnp.where(mask, x, 0).reshape(-1), cotangents)
     dtype = flat[0].dtype
     full_kernels, chunks = gather_all(kernels, column_axes, dtype), _Chunks.of(mask, plan.chunk)
 
-    def one(index: jax.Array | None, so_far: Any) -> Any:
-        sums, slopes = so_far
+    def run_chunk(index: jax.Array | None, results: Any) -> Any:
+        sums, grad_hidden = results
         states = [chunks.take(x, index) for x in flat]
-        raw = [_products(x, kernel) for x, kernel in zip(states, full_kernels, strict=True)]
-        here = tuple(chunks.take(x, index) for x in tokens)
-        pull = jax.vjp(functools.partial(plan.outputs, vocabulary, here), *raw)[1]
-        pulled = [x.astype(dtype) for x in pull(jax.tree.map(lambda x: chunks.take(x, index), given))]
-        by_kernel = [einsum("cv,cd->vd", g, x, s.dtype) for g, x, s in zip(pulled, states, sums, strict=True)]
-        by_state = [einsum("cv,vd->cd", g, kernel, dtype) for g, kernel in zip(pulled, full_kernels, strict=True)]
+        products = [_products(x, kernel) for x, kernel in zip(states, full_kernels, strict=True)]
+        chunk_tokens = tuple(chunks.take(x, index) for x in tokens)
+        pullback = jax.vjp(functools.partial(plan.outputs, vocabulary, chunk_tokens), *products)[1]
+        grads = [x.astype(dtype) for x in pullback(jax.tree.map(lambda x: chunks.take(x, index), cotangents))]
+        by_kernel = [einsum("cv,cd->vd", g, x, s.dtype) for g, x, s in zip(grads, states, sums, strict=True)]
+        by_state = [einsum("cv,vd->cd", g, kernel, dtype) for g, kernel in zip(grads, full_kernels, strict=True)]
         sums = [total + new for total, new in zip(sums, by_kernel, strict=True)]
-        return sums, [chunks.put(all_, index, new) for all_, new in zip(slopes, by_state, strict=True)]
+        return sums, [chunks.put(array, index, new) for array, new in zip(grad_hidden, by_state, strict=True)]
 
     zeros = [jnp.zeros(kernel.shape, jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in full_kernels]
-    sums, slopes = chunks.loop(one, (zeros, [jnp.zeros_like(x) for x in flat]))
+    sums, grad_hidden = chunks.loop(run_chunk, (zeros, [jnp.zeros_like(x) for x in flat]))
     if vocabulary.axis is not None:  # each device has a partial sum, from its part of the vocabulary
-        slopes = [jax.lax.psum(new, vocabulary.axis) for new in slopes]
+        grad_hidden = [jax.lax.psum(new, vocabulary.axis) for new in grad_hidden]
     if not plan.on_one_device:
         sums = [sum_grads(total, axes) for total, axes in zip(sums, column_axes, strict=True)]
     by_kernel = tuple(total.astype(kernel.dtype) for total, kernel in zip(sums, kernels, strict=True))
-    return by_kernel, tuple(new.reshape(x.shape) for new, x in zip(slopes, hidden, strict=True))
+    return by_kernel, tuple(new.reshape(x.shape) for new, x in zip(grad_hidden, hidden, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

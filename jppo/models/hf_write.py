@@ -62,7 +62,7 @@ def hf_tensors(
 def device_tensors(
     model: lora.Weights, cfg: ModelConfig, *, head: Head = "lm", dtype: Any = None
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yields what `hf_tensors` does, still on the devices."""
+    """Yields the tensors of `hf_tensors`, still on the devices."""
     for name, tensor in _export_tensors(model, cfg, head, dtype):
         tensor = placing.whole_array(tensor)
         yield name, tensor

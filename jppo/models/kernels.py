@@ -101,7 +101,7 @@ def einsum(equation: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _transpose_for_amx(equation: str, a: jax.Array, b: jax.Array) -> tuple[str, jax.Array, jax.Array]:
-    """Makes XLA's CPU backend transpose `a` where the sum is not over its last axis: its kernel needs that for AMX.
+    """Returns the product with `a` transposed if the sum is not over its last axis: AMX on a CPU needs that.
 
     A sum over two axes is always transposed, so the axis is split into two: up to five times as fast as without.
     """
@@ -176,7 +176,7 @@ def _decode_int8(kernel: Quantized) -> jax.Array:
 
 
 def _encode_mxfp4(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Rounds to nearest even; larger numbers become the largest."""
+    """Returns MXFP4 codes and scales, rounded to nearest even; larger numbers become the largest."""
     blocks = _split(x, axis, BLOCK)
     exponent = jnp.frexp(jnp.max(jnp.abs(blocks), axis=axis, keepdims=True))[1] - 3  # the largest is 4 or 6, or less
     exponent = jnp.clip(exponent, -126, 127)
@@ -201,12 +201,12 @@ def _decode_mxfp4(kernel: Quantized) -> jax.Array:
 
 
 def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Splits an axis, counted from the end, into groups of `size`; the number inside a group has its place."""
+    """Reshapes an axis, counted from the end, from n to n / size, size."""
     i = x.ndim + axis
     return x.reshape(*x.shape[:i], x.shape[i] // size, size, *x.shape[i + 1 :])
 
 
 def _merge(x: jax.Array, axis: int) -> jax.Array:
-    """Inverts `_split`."""
+    """Inverts `_split`: reshapes two axes to one."""
     i = x.ndim + axis
     return x.reshape(*x.shape[: i - 1], math.prod(x.shape[i - 1 : i + 1]), *x.shape[i + 1 :])

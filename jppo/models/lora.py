@@ -151,7 +151,7 @@ def parse_targets(text: str) -> tuple[str, ...]:
 
 
 def adapter_table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
-    """Lists every learned parameter, under peft's names."""
+    """Lists every learned parameter of a model with adapters, under peft's names."""
     kernels = {entry.path: entry for entry in params.table(model, head=head)}
     entries = []
     for name, stack in itertools.product(targets_of(model, lora), model.stacks):
@@ -193,7 +193,7 @@ def targets_of(model: ModelConfig, lora: Lora) -> tuple[str, ...]:
 
 
 def base_method(model: ModelConfig, lora: Lora | None) -> str:
-    """Returns how the kernels of a base are quantised; UserError for a model of which too few are."""
+    """Returns the quantisation of a frozen base; UserError for a model most of which is not quantised."""
     if lora is None or lora.base == "none":
         return "none"
     if model.experts is not None:

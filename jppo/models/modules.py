@@ -118,7 +118,7 @@ def look_up(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
 
 
 def make_lookup(mesh: Mesh | None) -> Lookup:
-    """Makes the same for a table whose D and V the mesh shards, and tokens sharded as rows.
+    """Makes `look_up` for a table whose D and V the mesh shards, and tokens sharded as rows.
 
     A device reads its columns of the table for the tokens of all devices that share it. It then exchanges them for
     all columns of its own tokens. XLA alone would gather the table or all activations.
@@ -219,7 +219,7 @@ class PerLayer(nn.Module):
 
 
 def embeddings_by_stack(embeddings: jax.Array | None, group: Group) -> tuple[jax.Array | None, ...]:
-    """Splits embeddings [R, T, L, P] by the stacks of a scan: [layers, R, T, P]."""
+    """Splits embeddings in layers [R, T, L, P] by the stacks of a scan: [layers, R, T, P] each."""
     if embeddings is None:
         return (None,) * len(group)
     return tuple(jnp.moveaxis(embeddings[:, :, stack.layers], 2, 0) for stack in group)

@@ -174,7 +174,7 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     entry = _entry_maker(model)
 
     def layer(*row: str, **modules: Any) -> list[Entry]:
-        """Makes the entry of every stack whose layers have these modules."""
+        """Makes the entries of a row: one for each stack whose layers have these modules."""
         stacks = [stack for stack in model.stacks if all(getattr(stack.modules, k) == v for k, v in modules.items())]
         return [entry(*row, stack=stack) for stack in stacks]
 
@@ -364,7 +364,7 @@ def to_hf(entry: Entry, array: jax.Array) -> jax.Array:
 
 
 def tree(entries: tuple[Entry, ...], leaf: Callable[[Entry], Any]) -> dict[str, Any]:
-    """Makes the nested dict of `params` with `leaf(entry)` in each place."""
+    """Makes the nested dict of a model's parameters, with `leaf(entry)` in place of each."""
     root: dict[str, Any] = {}
     for entry in entries:
         node = root

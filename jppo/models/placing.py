@@ -48,7 +48,7 @@ def fetch(tree: Any) -> Any:
 
 
 def local(tree: Any, mesh: Mesh) -> Any:
-    """Copies the arrays to `mesh`, this host's part; one at a time is whole on each device."""
+    """Copies arrays to `mesh`, this host's part of theirs; one at a time is whole on each device."""
 
     def copy(x: jax.Array) -> jax.Array:
         assert isinstance(x.sharding, NamedSharding)
@@ -97,7 +97,7 @@ def to_device(tree: Any) -> Any:
 
 
 def take(tree: Any) -> Any:
-    """Moves the arrays to their devices, to be donated; offloaded originals are deleted."""
+    """Moves arrays to their devices, for a program that overwrites them; offloaded originals are deleted."""
     out = jax.block_until_ready(to_device(tree))
     for x in jax.tree.leaves(tree):
         if is_offloaded(x):
@@ -123,7 +123,7 @@ def shapes(tree: Any, place: jax.sharding.Sharding) -> Any:
 
 
 def zeros_of(tree: Any) -> Any:
-    """Replaces shapes by zeros in their places; arrays stay."""
+    """Replaces shapes by arrays of zeros with their shardings; arrays stay."""
 
     def make(x: Any) -> Any:
         return put(np.zeros(x.shape, x.dtype), x.sharding) if isinstance(x, jax.ShapeDtypeStruct) else x
@@ -150,7 +150,7 @@ def on_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 
 
 def copy_shapes(tree: Any, offload: bool) -> Any:
-    """Returns the shapes of other arrays, in device memory or on the host."""
+    """Returns the shapes of copies of these arrays, in device memory or on the host."""
     copies = on_device_shapes(tree)
     return to_host(copies) if offload else copies
 

@@ -39,7 +39,7 @@ STILL = Rotary(1.0, math.inf)  # frequencies 0: a layer without positions
 
 
 def frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
-    """Computes [N/2] f32 exactly as transformers and vLLM do, to the last bit."""
+    """Computes the rotary frequencies [N/2] f32 exactly as transformers and vLLM do, to the last bit."""
     f32, rotated_dims = np.float32, int(head_dim * rotary.part)
     periods = f32(rotary.theta) ** (np.arange(0, rotated_dims, 2, dtype=f32) / f32(rotated_dims))
     if rotary.divisors is not None:
@@ -134,7 +134,7 @@ class Positions:
 
 
 def add_angles(rotaries: Sequence[tuple[Rotary, int]], position: jax.Array, segment: jax.Array | None) -> Positions:
-    """Computes the angles of every position, for the frequencies and the turned size of every kind of layer."""
+    """Returns the positions with the rotary angles of every kind of layer, by its frequencies and rotated size."""
     angles = [(compute_angles(position, frequencies(rotary, size)), rotary.scale) for rotary, size in rotaries]
     cos, sin = (tuple(pair[i] if scale == 1.0 else pair[i] * scale for pair, scale in angles) for i in (0, 1))
     return Positions(segment, position, cos, sin)

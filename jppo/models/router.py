@@ -69,7 +69,7 @@ class RouterSums(NamedTuple):
 
 
 def sums_by_row(logits: jax.Array, spec: Experts, chosen: jax.Array, counted: jax.Array) -> RouterSums:
-    """Sums over the counted tokens of each row, from logits [R, T, E], experts [R, T, active], counted [R, T].
+    """Sums load, probabilities and entropy over the counted tokens of each row, for losses and metrics.
 
     An expert's probability is its share of the token's scores, which for a softmax is the score.
     """
@@ -122,14 +122,14 @@ def load_extremes(load: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def replayed_by_stack(replayed: Replayed, group: Group) -> ReplayedStacks:
-    """Splits given experts [R, T, L, active] by the stacks of a scan: [layers, R, T, active] of those with experts."""
+    """Splits replayed experts [R, T, L, active] by the stacks of a scan: [layers, R, T, active] where there are any."""
     if replayed is None:
         return (None,) * len(group)
     return tuple(jnp.moveaxis(replayed[:, :, stack.layers], 2, 0) if stack.modules.sparse else None for stack in group)
 
 
 def layer_choice(collections: Any) -> jax.Array | None:
-    """Returns a layer's choice [R, T, active] from what its `apply` left; None for a layer without experts."""
+    """Returns the experts that a layer's router chose, [R, T, active], from its flax collections; None without any."""
     choice = collections.get(CHOICES, {}).get("experts")
     return None if choice is None else choice[CHOICES_NAME]
 
@@ -141,7 +141,7 @@ def stacked_choices(layers: Sequence[jax.Array | None]) -> jax.Array | None:
 
 
 def differing_share(collections: Any, replayed: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Returns the share of a token's given experts [R, T, L, active] that the routers did not choose, [R, T] f32.
+    """Returns the share of a token's replayed experts [R, T, L, active] that routers did not choose, [R, T] f32.
 
     `collections` is what the decoder's `apply` left. Tokens without given experts have 0.
     """

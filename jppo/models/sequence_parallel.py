@@ -59,7 +59,7 @@ WHOLE = Split((*ROWS, POSITIONS), (HEADS,))  # rows that are whole on a device
 
 
 def fit_axes(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-    """Returns the axes, without the last ones if they are too many for the size."""
+    """Returns the axes without the last ones, so that their devices divide the size."""
     while axes and size % math.prod(mesh.shape[axis] for axis in axes):
         axes = axes[:-1]
     return axes

@@ -72,7 +72,7 @@ class Programs:
     advance: Callable[..., Slots]  # (model, slots, choice, enough)
     advance_cut: Callable[..., Slots]  # the same with top_p, top_k and min_p
 
-    def advancing(self, sampling: Sampling, vocab_size: int) -> Callable[..., Slots]:
+    def choose_advance(self, sampling: Sampling, vocab_size: int) -> Callable[..., Slots]:
         """Returns the program with or without top_p, top_k and min_p, as `sampling` needs."""
         cut = sampling.top_p < 1.0 or 1 <= sampling.top_k < vocab_size or sampling.min_p > 0.0
         return self.advance_cut if cut else self.advance
@@ -87,7 +87,7 @@ def make_empty(s: InprocessSettings) -> tuple[Callable[[], Slots], Any]:
 
 
 def make_programs(s: InprocessSettings, ends: Sequence[int], *, steps: int) -> Programs:
-    """Closes the pure functions over model and shapes; `steps` is the number of tokens per row and call."""
+    """Makes the engine's programs, compiled at their first calls; `steps` is the number of tokens per row and call."""
     empty, shardings = make_empty(s)  # rows keep their sharding across programs; otherwise XLA would recompile
     constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=s.by_row)
     on_mesh: dict[str, Any] = dict(constrain=constrain, mix=experts.make_mix(s.by_row.mesh, whole_rows=True))
@@ -190,7 +190,7 @@ class _Batcher:
                 waiting, free_rows = waiting[len(placed) :], free_rows[len(placed) :]
             self._waiting = waiting
             free_rows_wanted = max(1, s.rows // _FREE) if waiting else s.rows
-            advance = self._programs.advancing(sampling, s.cfg.vocab_size)
+            advance = self._programs.choose_advance(sampling, s.cfg.vocab_size)
             slots = advance(self._model, slots, make_rule(sampling), np.int32(free_rows_wanted))
             device_arrays = (slots.tokens, slots.logprob, slots.last, slots.until, slots.experts, slots.kept)
             tokens, logprob, last, until, experts, kept = await asyncio.to_thread(jax.device_get, device_arrays)
@@ -231,7 +231,7 @@ class _Batcher:
     def _fill_arguments(
         self, requests: Sequence[_Waiting], free_rows: Sequence[int], shape: tuple[int, int]
     ) -> tuple[np.ndarray, ...]:
-        """Returns the further arguments of `generate.fill`: prompts, source, length, until and seed."""
+        """Returns arguments of `generate.fill` for these requests: prompts, source, length, until and seed."""
         prompts, source, length, until, seed = empty_fill(self.settings.rows, shape)
         prompt_indices: dict[bytes, int] = {}
         for row, request in zip(free_rows, requests, strict=False):
@@ -261,7 +261,7 @@ class _Batcher:
 
 
 def empty_fill(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
-    """Returns the arguments of `generate.fill` without a prompt: prompts, source, length, until and seed."""
+    """Returns arguments of `generate.fill` that fill no row: prompts, source, length, until and seed."""
     prompts, seed = np.zeros(shape, np.int32), np.zeros(rows, np.uint32)
     return prompts, np.full(rows, -1, np.int32), np.ones(rows, np.int32), np.zeros(rows, np.int32), seed
 
@@ -287,7 +287,7 @@ class InprocessEngine:
     def ready(
         self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str], talk: Talk | None = None
     ) -> "InprocessSampler":
-        """Returns the sampler without weights; `talk` None means one turn."""
+        """Returns the sampler, which has no weights yet; `talk` None means one turn."""
         return InprocessSampler(
             self.settings, eos_token_ids=eos_token_ids, decode=decode, talk=talk or protocol.one_turn(decode)
         )
@@ -406,7 +406,7 @@ def stream(
     row_and_length = (np.array([0], np.int32), np.array([len(ids)], np.int32))
     until = np.array([len(ids) - 1 + sampling.max_tokens], np.int32)
     slots = programs.fill(model, programs.empty(), prompt, *row_and_length, until, np.array([sampling.seed], np.uint32))
-    advance, rule = programs.advancing(sampling, s.cfg.vocab_size), make_rule(sampling)
+    advance, rule = programs.choose_advance(sampling, s.cfg.vocab_size), make_rule(sampling)
     begin, unfinished = len(ids), True
     while unfinished:
         slots = advance(model, slots, rule, np.int32(1))

@@ -190,7 +190,7 @@ T = TypeVar("T")
 
 
 def one_turn(decode: Callable[[list[int]], str]) -> Talk:
-    """Returns the single-turn talk."""
+    """Returns the talk of one turn: a prompt and one answer."""
 
     async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         answer = await ask(prompt.ids.tolist(), sampling=sampling, seed=seed, near=near)

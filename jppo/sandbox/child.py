@@ -127,7 +127,7 @@ def _install_filter(limits: "dict[str, Any]") -> None:
 
 
 def _confine(limits: "dict[str, Any]", parent: int) -> str:
-    """Drops every right that the program must not have; returns its folder."""
+    """Confines this process: drops every right that the program must not have; returns the program's folder."""
     _die_with_parent(parent)
     for group in limits["groups"]:
         with open(f"{group}/cgroup.procs", "w", encoding="ascii") as f:

@@ -120,7 +120,7 @@ def describe_guards(guards: Guards) -> dict[str, str]:
 
 
 def summary(guards: Guards) -> str:
-    """Returns one line for logs."""
+    """Describes the guards in one line, for logs."""
     states = describe_guards(guards)
     active = ", ".join(name if state == "on" else f"{name} ({state})" for name, state in states.items() if state)
     absent = ", ".join(name for name, state in states.items() if not state)

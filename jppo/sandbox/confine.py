@@ -286,7 +286,7 @@ def filter_calls(pid: int, *, counted: bool, programs: bool = False) -> None:
 
 
 def build_filter(machine: str, pid: int, *, counted: bool = False, programs: bool = False) -> list[_Step]:
-    """Builds the filter's instructions."""
+    """Builds the instructions of the seccomp filter for a machine."""
     machine_column = 0 if machine == kernel.X86_64 else 1
     code: list[_Step] = [
         (_LOAD, 0, 0, _ARCH),

@@ -67,7 +67,7 @@ class _Side(Plain):
         return self._places[id(value)]
 
     def request(self, op: str, *operands: object) -> Any:
-        """Does an operation on the other side, and returns or raises what it does."""
+        """Asks the other side for an operation, and returns or raises its result."""
         self._send({"op": op, "args": [self.encode(operand) for operand in operands]})
         while "op" in (message := self._receive()):
             self.answer(message)
@@ -253,7 +253,7 @@ class TestsSide(_Side):
                 if op not in ("iter", "name", "copy", "deepcopy"):
                     self._looks.clear()
                 return self.request(op, *operands)
-            if self.touched():
+            if self.has_changed():
                 self._looks.clear()
             handle, *operands_left = operands
             look_key = op, number_of(handle), json.dumps([self.encode(value) for value in operands_left])
@@ -373,7 +373,7 @@ class TestsSide(_Side):
 
 
 def _make_function(ask: Callable[..., Any], name: str, doc: Any, parameters: str) -> Any:
-    """Makes what the program has of a function of the tests: `parameters` are `_parameters` of it."""
+    """Makes the program's stand-in for a function of the tests; `parameters` are `_parameters` of that function."""
     function = eval(f"lambda {parameters}: _ask({parameters})", {"_ask": lambda *args, **named: ask(args, named)})
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
@@ -381,7 +381,7 @@ def _make_function(ask: Callable[..., Any], name: str, doc: Any, parameters: str
 
 
 def _make_iterator(ask: Callable[..., Any]) -> Iterator[Any]:
-    """Makes what the program has of an iterator of the tests."""
+    """Makes the program's stand-in for an iterator of the tests; `ask` gets its next value."""
     with contextlib.suppress(StopIteration):
         while True:
             yield ask((), {})

@@ -171,7 +171,7 @@ class Plain:
         self._used.clear()
         return changed, gone
 
-    def touched(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether this side has changed a container since the last message."""
         followed = ((n, value) for n, value in self._shared.items() if _item_count(value) <= _MOST)
         return any(self._contents.get(n) != json.dumps(self._describe(value)) for n, value in followed)

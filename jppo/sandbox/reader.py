@@ -72,7 +72,7 @@ class Reading:
         while before != self._kinds:
             before = dict(self._kinds)
             for node in self._nodes:
-                self._bind(node)
+                self._note_kinds(node)
         self.made = {
             node for node in self._nodes if isinstance(node, ast.expr) and self._kind(node) in (_MADE, _PROGRAM)
         }
@@ -190,7 +190,7 @@ class Reading:
             return False
         return self._kind(node.value) in (_RESULT, _ANSWER) and node.attr not in PLAIN_METHODS
 
-    def _bind(self, node: ast.AST) -> None:
+    def _note_kinds(self, node: ast.AST) -> None:
         """Notes the kinds of the names that a node gives values to."""
         match node:
             case ast.Assign(targets=targets, value=value):
@@ -199,23 +199,23 @@ class Reading:
             case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value):
                 self._assign(target, value)
             case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
-                self._set(target, _item_kind(self._kind(value)))
+                self._set_kind(target, _item_kind(self._kind(value)))
             case ast.withitem(context_expr=value, optional_vars=ast.expr() as target):
-                self._set(target, _item_kind(self._kind(value)))
+                self._set_kind(target, _item_kind(self._kind(value)))
             case ast.FunctionDef(name=name):
                 for inner in ast.walk(node):
                     if isinstance(inner, ast.Return | ast.Yield):
-                        self._join(f"{name}()", self._kind(inner.value))
+                        self._add_kind(f"{name}()", self._kind(inner.value))
             case ast.Call(func=func, args=args):
                 if isinstance(func, ast.Name) and func.id in self._functions:
                     for parameter, value in zip(_parameters(self._functions[func.id]), args, strict=False):
-                        self._join(parameter, self._kind(value))
+                        self._add_kind(parameter, self._kind(value))
                 elif self._kind(func) in _THEIRS:
                     for value in args:  # the program calls them
                         function = self._functions.get(value.id) if isinstance(value, ast.Name) else value
                         if isinstance(function, ast.FunctionDef | ast.Lambda):
                             for parameter in _parameters(function):
-                                self._join(parameter, _RESULT)
+                                self._add_kind(parameter, _RESULT)
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         """Notes the kinds of the targets of an assignment."""
@@ -225,19 +225,19 @@ class Reading:
                     for part_target, part in zip(targets, parts, strict=True):
                         self._assign(part_target, part)
                     return
-        self._set(target, self._kind(value))
+        self._set_kind(target, self._kind(value))
 
-    def _set(self, target: ast.expr, kind: str) -> None:
+    def _set_kind(self, target: ast.expr, kind: str) -> None:
         """Notes the kind of a target."""
         if isinstance(target, ast.Tuple | ast.List):
             for part in target.elts:
-                self._set(part, _item_kind(kind))
+                self._set_kind(part, _item_kind(kind))
         elif isinstance(target, ast.Starred):
-            self._set(target.value, _item_kind(kind))
+            self._set_kind(target.value, _item_kind(kind))
         elif isinstance(target, ast.Name | ast.Attribute):
-            self._join(ast.unparse(target), kind)
+            self._add_kind(ast.unparse(target), kind)
 
-    def _join(self, name: str, kind: str) -> None:
+    def _add_kind(self, name: str, kind: str) -> None:
         """Adds a kind to those that a name may have."""
         if kind:
             self._kinds[name] = _join_kinds(self._kinds.get(name, _OWN), kind)

@@ -463,7 +463,7 @@ def test_agents_end_with_a_killed_trainer(form, tmp_path):
             f"def agent(task): os.system('bash {agent}')"
         )
     spec = f"bash {agent}" if form == "command" else f"{tmp_path / 'agent.py'}:agent"
-    work = f"process.run_agent(process.program_of({spec!r}), {{}}, {{}}, 60.0)"
+    work = f"process.run_agent(process.parse_agent({spec!r}), {{}}, {{}}, 60.0)"
     program = f"import asyncio; from jppo.agent.gateway import process; asyncio.run({work})"
     with subprocess.Popen([sys.executable, "-c", program]) as trainer:
         wait_for(lambda: pids.is_file() and pids.read_text().endswith("\n"))

@@ -29,7 +29,7 @@ _AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def main(channel: socket.socket, work: Callable[[], int]) -> None:
-    """Forks until the socket is closed."""
+    """Forks a program for each episode, until the socket is closed."""
     child_process.inherit_orphans()
     wake_read, wake_write = os.pipe()
     for end in (wake_read, wake_write):
@@ -108,7 +108,7 @@ def _wait_for_program(program: int) -> int:
 
 
 def _run_program(work: Callable[[], int], env: dict[str, str]) -> NoReturn:
-    """Does the work in a fork, which ends with it."""
+    """Does the work in a fork, which ends with the work's exit code."""
     code = CRASHED
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -132,7 +132,7 @@ def _run_program(work: Callable[[], int], env: dict[str, str]) -> NoReturn:
 
 
 def call_with_task(function: Callable[..., Any]) -> int:
-    """Runs the function with the task."""
+    """Calls the function with the task from standard input, and prints what it returns as JSON."""
     returned = function(json.loads(sys.stdin.readline()))
     returned = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
     if returned is not None:

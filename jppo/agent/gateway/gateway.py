@@ -53,7 +53,7 @@ class Gateway:
         self._lock = threading.Lock()
 
     async def talk(self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
-        """Runs an episode; `Talk`."""
+        """Runs an episode of the agent's program for one sample; the run's `Talk`."""
         engine, context = asyncio.get_running_loop(), contextvars.copy_context()  # with the sample's span
 
         async def on_engine(ids: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:

@@ -269,7 +269,7 @@ class ServedWeights:
         return succeeded
 
     def _end_update(self) -> None:
-        """Ends an update, on the loop."""
+        """Lets requests continue after an update; called on the event loop."""
         for member in self._router.members:
             member.reset_timeout()
         self._router.wake_all()
@@ -306,7 +306,7 @@ async def _wait_until_idle(members: Sequence[Member]) -> None:
 
 
 def needs_token(endpoint: Endpoint, api: ServerApi) -> bool:
-    """Whether the server wants a token; otherwise warns, and it gets none."""
+    """Whether the server requires a token; otherwise warns, and it gets none."""
     try:
         guarded = endpoint.requires_key()
     except RolloutError as e:

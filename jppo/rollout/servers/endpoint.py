@@ -197,7 +197,7 @@ class Endpoint:
         raise (LeaseTaken if status == TAKEN else RolloutError)(f"the server at {self.url} {message}")
 
     def fault(self, message: str, kind: type[ServerFault] = ServerFault) -> ServerFault:
-        """Returns the fault of a server that `message` says, with the reason as far as it is known."""
+        """Returns a fault of this server with the message, and with the reason as far as it is known."""
         for key in self._process_ids.keys() - {OPEN}:  # another program may have taken the port
             self._process_ids.pop(key, None)
         explanation = self._explain()

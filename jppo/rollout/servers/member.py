@@ -38,7 +38,7 @@ STOLEN = 3  # times that another program takes the port between two checks, befo
 
 
 def check_ports(port: int, servers: int) -> None:
-    """UserError if a requested port is in use."""
+    """Raises UserError if a requested port is in use."""
     for candidate in range(port, port + servers) if port else ():
         try:
             _reserve_port(candidate).close()
@@ -73,7 +73,7 @@ class Server:
         self._take_port(program.port, within_s=0.0)
 
     def start(self) -> None:
-        """Starts it without blocking."""
+        """Starts the server without blocking."""
         port = self._port.getsockname()[1]
         folder = "" if self._program.folder is None else self._program.folder
         launch = [sys.executable, "-m", "jppo.rollout.servers.launch", str(os.getpid()), folder]
@@ -382,7 +382,7 @@ class Router:
                 raise
 
     def release(self, member: Member) -> None:
-        """Ends a request."""
+        """Counts a request of the member as ended, and lets a waiting one try again."""
         member.in_flight -= 1
         self._wake(1)
 

@@ -261,7 +261,7 @@ class Membership:
         self._missing: set[str] = set()  # addresses that the last look-up did not name
 
     async def watch(self) -> None:
-        """Follows the look-up until cancelled."""
+        """Lets servers join and leave by the look-up, until cancelled."""
         last_up = time.monotonic()
         while True:
             await asyncio.sleep(LOOKUP_S)

@@ -26,7 +26,7 @@ def max_answer_bytes(sampling: Sampling) -> int | None:
 
 @contextlib.contextmanager
 def reading(source: str, answer: Any) -> Iterator[None]:
-    """Makes a ServerFault, with the answer's source, of any error in reading it."""
+    """Makes any error in reading an answer, within the block, a ServerFault with the answer's source."""
     try:
         yield
     except ServerFault:

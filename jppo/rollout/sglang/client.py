@@ -52,7 +52,7 @@ class Sglang:
     resume_route: str = "/continue_generation -H 'Content-Type: application/json' -d '{}'"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
-        """Sends every field, so no default of the server applies."""
+        """Returns the route and body of a request, with every field, so that no default of the server applies."""
         if sampling.ignore_eos and sampling.stop_ids:
             raise UserError(
                 f"stop_ids={sampling.stop_ids} with ignore_eos: SGLang ignores these tokens too; leave ignore_eos out"
@@ -98,7 +98,7 @@ class Sglang:
         return part
 
     def inspect(self, endpoint: Endpoint) -> ServerFacts:
-        """Checks support for seeds, and returns the context length."""
+        """Returns what the server reports; UserError unless it supports seeds."""
         models, info = endpoint.get("/v1/models"), endpoint.get("/server_info")
         with replies.reading(f"the server at {endpoint.url}", [models, info]):
             name = replies.text(models["data"][0]["id"], "id")
@@ -130,7 +130,7 @@ class Sglang:
         return False
 
     def pause(self, endpoint: Endpoint, mode: str) -> None:
-        """Returns when no request is in flight. In mode wait the fleet has already waited."""
+        """Stops sampling; returns when no request is in flight. In mode wait the fleet has already waited."""
         if mode not in ("wait", "abort"):
             raise UserError(f"rollout.on_update={mode!r} needs rollout.name=vllm; use wait or abort")
         endpoint.post("/pause_generation", {"mode": "abort"})
@@ -140,7 +140,7 @@ class Sglang:
         endpoint.post("/continue_generation", {})
 
     def sleep(self, endpoint: Endpoint, level: int) -> None:
-        """Both levels drop the weights: new ones come before the next answer. SGLang sleeps only while paused."""
+        """Frees device memory: both levels drop the weights, which come anew. SGLang sleeps only while paused."""
         endpoint.post("/pause_generation", {"mode": "abort"})
         endpoint.post_for_text("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 

@@ -264,7 +264,7 @@ _TEXT_MODELS = {  # vLLM's classes of the text models of multimodal ones
 
 
 def model_options(model_dir: str, run_dir: str) -> list[str]:
-    """Returns the options of a model; UserError if vLLM would compute another one.
+    """Returns vLLM's options for a model; UserError if vLLM would compute another one.
 
     A quantised checkpoint is served with plain weights, as all that are published, and a multimodal one as its text
     model alone, by a config.json in `run_dir`.
@@ -354,7 +354,7 @@ def _visible_gpus() -> list[str]:
 
 
 def require_served(settings: ServerSettings, build: str) -> None:
-    """Raises UserError for what this vLLM cannot serve."""
+    """Raises UserError for a model or settings that this vLLM cannot serve."""
     for require in (require_attention, require_delta_nets, require_returns_kept, require_options):
         require(settings, build)
 

@@ -123,7 +123,7 @@ class Streamed:
         return self.carrier.exclusive
 
     def offers(self) -> Offers:
-        """Yields: begin, each bucket, the check of the whole; then all of it again where changes were refused."""
+        """Yields the steps: begin, each bucket, the check of the whole; all of it again where changes were refused."""
         source = iter(self.tensors)
         iterates_once = source is self.tensors
         if iterates_once and self._begun:  # perhaps other hosts still gather with it
@@ -229,7 +229,7 @@ class StreamPublisher(FilePublisher):
         self._sizes: list[tuple[int, int]] = []
 
     def whole(self, tensors: Iterable[tuple[str, Any]], version: int) -> Delivery:
-        """Gathers nothing yet."""
+        """Makes the delivery of a whole policy; gathers nothing yet."""
         self._remove_adapters(0)
         return Streamed(tensors, version, self._carrier, self._copy, self._sizes)
 

@@ -55,7 +55,7 @@ class Vllm:
     resume_route: str = "/resume"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
-        """Sends every field, so no default of the server applies."""
+        """Returns the route and body of a request, with every field, so that no default of the server applies."""
         return GENERATE, {
             "model": model,
             "token_ids": list(ids),
@@ -91,7 +91,7 @@ class Vllm:
         return dataclasses.replace(part, experts=experts, kept=kept)
 
     def inspect(self, endpoint: Endpoint) -> ServerFacts:
-        """Checks the routes, the worker and the settings that training needs."""
+        """Returns what the server reports; UserError if it lacks a route, worker or setting that training needs."""
         info: dict[str, Any] = call_workers(endpoint, "jppo_info")[0]
         models, routes = endpoint.get("/v1/models"), endpoint.get_field("/openapi.json", "paths", dict)
         with replies.reading(f"the server at {endpoint.url}", [models, info]):
@@ -126,7 +126,7 @@ class Vllm:
         return replies.version(answered.get("weight_version")) if isinstance(answered, dict) else None
 
     def working(self, endpoint: Endpoint, requests: int) -> bool:
-        """Asks its workers, which answer between two steps of sampling."""
+        """Whether it is sampling for so many requests: asks its workers, which answer between two steps."""
         try:
             workers = call_workers(endpoint, "jppo_working")
             with replies.reading(f"the server at {endpoint.url}", workers):

@@ -168,7 +168,7 @@ class Nccl:
         self._unique_id = ""
 
     def joins(self) -> Iterator[Step]:
-        """Yields: ask who is there and, if these are others than before, join them."""
+        """Yields the steps in which servers join: count their workers and, if these have changed, join them."""
         present: dict[str, tuple[int, set[str]]] = {}
 
         def count_workers(endpoint: Endpoint) -> None:

@@ -89,7 +89,7 @@ class Staging:
         self._expected = expected
 
     def add(self, version: int, entries: Sequence[TensorEntry], fetch: Callable[[], Any]) -> None:
-        """Fetches a bucket, in any case: another process may be sending it to several servers."""
+        """Fetches and stages a bucket; fetches it in any case: another process may be sending it to several servers."""
         try:
             self._require_open(version)
             before = [entry for bucket, _ in self.buckets for entry in bucket]
@@ -261,13 +261,13 @@ class Copy:
         self._stored_words: dict[str, np.ndarray] = {}
 
     def replace(self, entries: Sequence[TensorEntry], tensors: Sequence[np.ndarray]) -> None:
-        """Stores a bucket."""
+        """Stores the tensors of a bucket."""
         with ThreadPoolExecutor(THREADS) as pool:
             for _ in pool.map(lambda pair: np.copyto(*pair), self._word_pairs(entries, tensors)):
                 pass
 
     def changes(self, entries: Sequence[TensorEntry], tensors: Sequence[np.ndarray]) -> list[tuple[str, np.ndarray]]:
-        """Stores a bucket and returns each tensor's changes as bytes."""
+        """Stores the tensors of a bucket and returns the changes of each as bytes."""
         pairs = [list(zip(_split(old), _split(new), strict=True)) for old, new in self._word_pairs(entries, tensors)]
         with ThreadPoolExecutor(THREADS) as pool:
             encoded = pool.map(_encode_and_store, itertools.chain(*pairs))
@@ -304,7 +304,7 @@ class LoadedWeights:
         self._buckets: list[Bucket] = []
 
     def hold(self, loaded: Sequence[Bucket]) -> None:
-        """Keeps buckets in host memory that were loaded; forgets others."""
+        """Keeps loaded buckets that are in host memory, for later changes of them; forgets others."""
         on_host = bool(loaded) and all(isinstance(data, mmap.mmap) for _, data in loaded)
         self._buckets = list(loaded) if on_host else []
         self.digest = digest([entry for entries, _ in loaded for entry in entries]) if on_host else ""

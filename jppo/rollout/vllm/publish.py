@@ -149,7 +149,7 @@ class Buffers:
         return Parcel(entries, current.path)
 
     def renew(self) -> None:
-        """Replaces the last written file, if there is one, which a server may still read."""
+        """Frees the last written file, which a server may still read; the next write makes a new one."""
         if self._files:
             self._free(self._files.pop(0))
 

@@ -219,6 +219,6 @@ class Receiver(worker.WeightLoader):
         return {"ok": error is None, "error": error, "group": engine.group, "base": engine.base.digest}
 
     def jppo_load(self, *, version: int, path: str) -> dict[str, Any]:
-        """Also forgets the weights that were loaded from buckets."""
+        """Loads a file as `WeightLoader` does, and forgets the weights that were loaded from buckets."""
         self.weight_transfer_engine.base.release()
         return super().jppo_load(version=version, path=path)

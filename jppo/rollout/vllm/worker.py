@@ -81,13 +81,13 @@ class WeightLoader:
 
 
 def config_set(owner: Any) -> Any:
-    """Sets vLLM's config, which transformers' classes read once vLLM's transformers backend serves them."""
+    """Makes vLLM's config the current one: classes of vLLM's transformers backend read it."""
     vllm = sys.modules.get("vllm.config")
     return contextlib.nullcontext() if vllm is None else vllm.set_current_vllm_config(owner.vllm_config)
 
 
 def reuse(memory: list[mmap.mmap]) -> mmap.mmap | None:
-    """Takes the first of these memories, if no tensor of a model still lies in it."""
+    """Takes the first of these memories for the next publish, unless a tensor of a model still lies in it."""
     if not memory or sys.getrefcount(memory[0]) > 2:  # the list's and the argument's
         return None
     return memory.pop(0)
