@@ -88,7 +88,7 @@ def train(config: FineTuning | ConfigDict) -> None:
     task = prepare(c)
     demonstrations = task.demonstrations
 
-    def draw(trainable: Trainable, learned: Params, indices: np.ndarray) -> supervised.ExampleBatch:
+    def draw_batch(trainable: Trainable, learned: Params, indices: np.ndarray) -> supervised.ExampleBatch:
         trajectories = [as_trajectory(demonstrations[i], str(i)) for i in indices]
         rows = packing.pack(trajectories, range(len(trajectories)), task.plan)
         mini = batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh))
@@ -101,7 +101,7 @@ def train(config: FineTuning | ConfigDict) -> None:
         checksum=checksum_of(array for one in demonstrations for array in (one.prompt, one.response, one.learn)),
         columns=SFT_COLUMNS,
         opening=f"{len(demonstrations)} demonstrations ({task.overlong} over-long ones left out)",
-        draw=draw,
+        draw=draw_batch,
     )
     with memory_explained(c):
         supervised.train_on_examples(c, task, objective)
@@ -113,7 +113,7 @@ def dry_run(c: FineTuning, request: DryRun = HERE) -> str:
     from jppo.preflight import preview
     from jppo.preflight.checks import dry_run_of_one_model
 
-    def describe(task: DemonstrationTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
+    def describe_run(task: DemonstrationTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
         lines = [
             f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)",
             f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} demonstrations, one optimizer step",
@@ -123,7 +123,7 @@ def dry_run(c: FineTuning, request: DryRun = HERE) -> str:
         ]
         return lines, {"sft gradient": micro_batches, "sft step": 1}
 
-    return dry_run_of_one_model(c, request, prepare, _estimate, describe, head="lm")
+    return dry_run_of_one_model(c, request, prepare, _estimate, describe_run, head="lm")
 
 
 def _estimate(c: FineTuning, task: DemonstrationTask) -> tuple["Estimate", int]:

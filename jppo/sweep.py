@@ -180,26 +180,26 @@ def sweep(
         label_of = {run.name: f"[{i}/{len(runs)}] {run.name}" for i, run in enumerate(runs, 1)}
         print_line(f"{len(runs)} runs in {out}, {len(runs) - len(unfinished)} finished already; {jobs} at a time")
 
-        def rows() -> list[SweepRow]:
+        def ranked_rows() -> list[SweepRow]:
             return rank_rows([row_of_run(run, states[run.name], names, metric) for run in runs])
 
-        def keep(run: PlannedRun, state: State) -> None:
+        def save_state(run: PlannedRun, state: State) -> None:
             states[run.name] = state
             write_states(out, states)
-            write_table(out, rows(), metric)
+            write_table(out, ranked_rows(), metric)
 
         def on_start(run: PlannedRun) -> None:
             print_line(f"{label_of[run.name]}: started, log in {run.folder / LOG}")
-            keep(run, dataclasses.replace(states[run.name], status="running"))
+            save_state(run, dataclasses.replace(states[run.name], status="running"))
 
         def on_end(run: PlannedRun, code: int | None, seconds: float) -> None:
             status = "interrupted" if code is None else "failed" if code else "finished"
             reason = f" with exit code {code}: {last_error(run.folder / LOG)}" if code else ""
             print_line(f"{label_of[run.name]}: {status} after {seconds:.0f} s{reason}")
-            keep(run, State(status, states[run.name].seconds + seconds, code, run.arguments))
+            save_state(run, State(status, states[run.name].seconds + seconds, code, run.arguments))
 
         run_all(unfinished, command, jobs=jobs, on_start=on_start, on_end=on_end)
-        table_rows = rows()
+        table_rows = ranked_rows()
         write_table(out, table_rows, metric)
     print_line(f"\n{markdown(table_rows, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
     if run_folders := [run.folder for run in runs if (run.folder / METRICS).is_file()]:

@@ -40,7 +40,6 @@ def misnamed(section, learning_rate, matrices):
     return optax.adam(learning_rate, *section.beta)
 
 """
-NARROW = {"model.param_dtype": "bfloat16", "optim.moments_dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")

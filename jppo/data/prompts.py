@@ -133,16 +133,16 @@ def prompt_of(row: Row) -> Messages:
 def check_one_schema(rows: list[Row]) -> None:
     """UserError if the rows of a source do not all have the schema of its first."""
 
-    def forms(row: Row) -> dict[str, str]:  # of prompt and answer
+    def forms_of(row: Row) -> dict[str, str]:  # of prompt and answer
         is_verl = row.columns.get("ground_truth") is None and row.columns.get("reward_model") is not None
         return {
             "prompt": "text" if isinstance(row.columns.get("prompt"), str) else "chat messages",
             "answer": "reward_model.ground_truth" if is_verl else "ground_truth",
         }
 
-    first_forms = forms(rows[0])
+    first_forms = forms_of(rows[0])
     for row in rows:
-        for field, form in forms(row).items():
+        for field, form in forms_of(row).items():
             is_missing = row.columns.get("prompt" if field == "prompt" else form.partition(".")[0]) is None
             if form != first_forms[field] and not is_missing:  # errors about the row itself come later
                 raise UserError(

@@ -154,21 +154,21 @@ def checks(run: RunInputs, stack: contextlib.ExitStack, *, ask: bool) -> list[Ch
     c = run.c
     logging, _ = with_scratch_folder(c, stack)
 
-    def disk() -> Iterator[Finding]:
+    def check_disk() -> Iterator[Finding]:
         export = memory.engine_bytes(run.inputs.policy, c.model.param_dtype)
         return room_on_disk(c, memory.stored_models(c, run.inputs, run.mesh), export)
 
-    def publish_room() -> Iterator[Finding]:
+    def check_publish_room() -> Iterator[Finding]:
         weights = memory.engine_bytes(run.inputs.policy, published_dtype(c))
         return machine.check_publish_room(c.rollout.publish_dir, in_dev_shm=c.rollout.name == "sglang", weights=weights)
 
-    def reward() -> Iterator[Finding]:
+    def check_reward() -> Iterator[Finding]:
         require_reward(c, run.inputs)
         if not ask and (c.reward.judge.api_type or c.reward.model.path):
             return models_and_data.check_scorers(c)
         return models_and_data.check_reward(logging, run.inputs, run.mesh)
 
-    def teacher() -> Iterator[Finding]:
+    def check_teacher() -> Iterator[Finding]:
         return models_and_data.check_reference_server(c, run.inputs)
 
     has_servers = c.rollout.name != "inprocess"  # by a server with a port
@@ -180,11 +180,11 @@ def checks(run: RunInputs, stack: contextlib.ExitStack, *, ask: bool) -> list[Ch
         Check("tokenizer", lambda: models_and_data.check_tokenizer(c), needs=("model files",)),
         Check("sampling", lambda: models_and_data.check_sampling(c)),
         Check("data", lambda: models_and_data.check_data(c, run.inputs), needs=("tokenizer",), limit_s=READ_S),
-        Check("reward", reward, needs=("data",), limit_s=READ_S),
-        *([Check("teacher", teacher, needs=("data",))] if ask and c.ref.url else []),
+        Check("reward", check_reward, needs=("data",), limit_s=READ_S),
+        *([Check("teacher", check_teacher, needs=("data",))] if ask and c.ref.url else []),
         Check("memory", lambda: machine.check_memory(run.estimate[2]), needs=("data",), limit_s=COMPILE_S),
-        *([Check("publish room", publish_room, needs=("data",))] if by_file else []),
-        Check("disk", disk, needs=("data",)),
+        *([Check("publish room", check_publish_room, needs=("data",))] if by_file else []),
+        Check("disk", check_disk, needs=("data",)),
     ]
 
 
@@ -225,7 +225,7 @@ def server_checks(run: RunInputs, stack: contextlib.ExitStack) -> list[Check]:
     c, scratch = with_scratch_folder(run.c, stack)
 
     @functools.cache
-    def sampler() -> Any:
+    def get_sampler() -> Any:
         """Starts the servers once, on first use, and returns the engine's sampler."""
         engine = open_engine(with_servers(c, run.mesh), scratch)
         stack.callback(engine.close)
@@ -237,41 +237,41 @@ def server_checks(run: RunInputs, stack: contextlib.ExitStack) -> list[Check]:
         return server
 
     @functools.cache
-    def learner() -> tuple[StepLearner, TrainState]:
+    def get_learner() -> tuple[StepLearner, TrainState]:
         return make_learner(c, run.inputs, run.mesh)
 
-    def start() -> Iterator[Finding]:
+    def check_start() -> Iterator[Finding]:
         begin = time.monotonic()
-        sampler()
+        get_sampler()
         if c.rollout.name == "inprocess":
             status = "the trainer's own"
         else:
             status = "servers of rollout.urls answer" if c.rollout.urls else "started"
         yield Finding("server", "OK", f"{status}, ready after {time.monotonic() - begin:.0f} s")
 
-    def publish() -> Iterator[Finding]:
-        trainer, state = learner()
+    def check_publish() -> Iterator[Finding]:
+        trainer, state = get_learner()
         start = time.monotonic()
         publish_settings = make_publish_settings(c, run.inputs.adapters)
-        publish_base(publish_settings, trainer, sampler(), 0)
-        publish_policy(publish_settings, trainer, sampler(), state)
+        publish_base(publish_settings, trainer, get_sampler(), 0)
+        publish_policy(publish_settings, trainer, get_sampler(), state)
         size = memory.engine_bytes(run.inputs.policy, c.model.param_dtype) / memory_budget.MIB
         yield Finding("publish", "OK", f"{size:,.0f} MiB checked and loaded in {time.monotonic() - start:.1f} s")
 
-    def agree() -> Iterator[Finding]:
-        trainer, state = learner()
-        yield Finding("log-probs", "OK", agreement.agree(c, run.inputs, trainer, state, sampler(), 0))
+    def check_logprobs() -> Iterator[Finding]:
+        trainer, state = get_learner()
+        yield Finding("log-probs", "OK", agreement.agree(c, run.inputs, trainer, state, get_sampler(), 0))
 
-    def programs() -> Iterator[Finding]:
-        trainer, state = learner()
+    def check_all_programs() -> Iterator[Finding]:
+        trainer, state = get_learner()
         if c.rollout.sleep_level:  # as they do while a run learns
-            sampler().sleep()
+            get_sampler().sleep()
         yield check_programs(run, trainer, state)
 
     limit_s = c.rollout.start_timeout_s + PUBLISH_S
     return [
-        Check("server", start, needs=("vLLM", "SGLang", "data", "server ports", "memory"), limit_s=limit_s),
-        Check("publish", publish, needs=("server",), limit_s=PUBLISH_S),
-        Check("log-probs", agree, needs=("publish",), limit_s=PUBLISH_S),
-        Check("programs", programs, needs=("publish",), limit_s=COMPILE_S),
+        Check("server", check_start, needs=("vLLM", "SGLang", "data", "server ports", "memory"), limit_s=limit_s),
+        Check("publish", check_publish, needs=("server",), limit_s=PUBLISH_S),
+        Check("log-probs", check_logprobs, needs=("publish",), limit_s=PUBLISH_S),
+        Check("programs", check_all_programs, needs=("publish",), limit_s=COMPILE_S),
     ]

@@ -145,7 +145,7 @@ def format_report(
 
 
 def size_up(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
-    """Like `look_up_sizes`, with `auto` settings resolved for this machine."""
+    """Returns a PPO run's sizes as lines, its memory and this machine's budgets, after resolving `auto` settings."""
     c, choice = resolve_auto(c, inputs, mesh)
     lines, estimate, budgets = look_up_sizes(c, inputs, mesh)
     return [*lines, *choice], estimate, budgets

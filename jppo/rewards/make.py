@@ -202,12 +202,12 @@ def make_refusal(c: Settings) -> Callable[[str, str], str]:
     """Makes the function (data source, ground truth) that returns why a row cannot be graded, or ''."""
     weights = parse_weights(c.reward.weights, _configured_parts(c, tool_rewards=True), optional=[_RULES, TOOLS])
 
-    def refuse(source: str, ground_truth: str) -> str:
+    def reason_to_refuse(source: str, ground_truth: str) -> str:
         if _RULES not in weights.of(source):
             return ""
         return refusal(source, ground_truth, override=c.reward.grader, tests_in=c.reward.code.tests)
 
-    return refuse
+    return reason_to_refuse
 
 
 def needed_columns(c: Settings, tool_rewards: bool = False) -> tuple[str, ...]:

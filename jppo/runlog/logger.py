@@ -116,7 +116,7 @@ class Logger:
         self._call_safely("bad_steps", lambda: _write_arrays(self._run_dir, name, arrays))
 
     def note(self, text: str) -> None:
-        self._print(text)
+        self._print_to_screen(text)
 
     def sync(self) -> None:
         """Returns when all lines are on disk, safe from a power cut: a checkpoint relies on them."""
@@ -143,7 +143,7 @@ class Logger:
         """Passes warnings to all loggers and prints them."""
         for alert in alerts:
             self._call_each(operator.methodcaller("warn", alert))
-            self._warn(f"warning: {alert.name}: {alert.found}; {alert.remedy}")
+            self._print_warning(f"warning: {alert.name}: {alert.found}; {alert.remedy}")
 
     def _call_each(self, action: Callable[[Sink], object]) -> None:
         for name, sink in self._sinks.items():
@@ -156,19 +156,19 @@ class Logger:
         except Exception as e:
             if name not in self._failed or at_end:
                 fate = "it is incomplete" if at_end else f"{LOST.get(name, LATER)}, the run continues"
-                self._warn(f"warning: {name} fails: {type(e).__name__}: {e}; {fate}")
+                self._print_warning(f"warning: {name} fails: {type(e).__name__}: {e}; {fate}")
             self._failed.add(name)
         else:
             if name in self._failed - self._recovered and name not in LOST:
                 self._recovered.add(name)
                 self.note(f"{name} works again, and has received the waiting records")
 
-    def _warn(self, text: str) -> None:
-        self._print(text, "yellow")
+    def _print_warning(self, text: str) -> None:
+        self._print_to_screen(text, "yellow")
         if self._screen is None:
             print(text, file=sys.stderr)
 
-    def _print(self, text: str, style: str = "") -> None:
+    def _print_to_screen(self, text: str, style: str = "") -> None:
         if self._screen is not None:
             with contextlib.suppress(OSError):  # a log on a full disk: there is nowhere to report it
                 self._screen.note(text, style)

@@ -259,7 +259,7 @@ def _learns_score(get: GetKey) -> bool:
 def distilled(setting: str) -> Callable[[GetKey], Any]:
     """Makes the function that returns a setting's value under distillation from a teacher; None without it."""
 
-    def value(get: GetKey) -> Any:
+    def value_of_setting(get: GetKey) -> Any:
         if not get("distillation.enabled"):
             return None
         kind = _KINDS.get(get(f"{_DISTILLED}.loss_mode") or "k3")
@@ -270,7 +270,7 @@ def distilled(setting: str) -> Callable[[GetKey], Any]:
         loss = {"actor.use_kl_loss": True, "actor.kl_loss_coef": coef, "actor.kl_loss_type": kind}
         return loss.get(setting)
 
-    return value
+    return value_of_setting
 
 
 DISTILLED = ("algorithm.use_kl_in_reward", "algorithm.kl_coef", "algorithm.kl_penalty", "algorithm.gamma",

@@ -96,7 +96,7 @@ def device_tokens(get: GetKey, sequences: int) -> int:
 
 
 def read_with(condition: str, get: GetKey) -> bool:
-    """Whether the condition of `KeyRow.only` holds."""
+    """Whether a condition on a key of verl holds: KEY (is on), KEY=VALUE or KEY!=VALUE."""
     key, unequal, value = condition.partition("!=")
     if unequal:
         return str(get(key)) != value

@@ -337,7 +337,7 @@ def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) ->
     given_values = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
     engine_prefix = _ENGINES.get(given_values.get("engine", ""), "A.fsdp_config")
 
-    def rename(key: str) -> str:
+    def rename_key(key: str) -> str:
         for old, new in {**dict(zip(_SAME, _SAME, strict=True)), **_RENAMED}.items():
             if key == old or (old.endswith(".") and key.startswith(old)):
                 return key_of(new.format(engine=engine_prefix) + key[len(old) :])
@@ -353,7 +353,7 @@ def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) ->
     defaults = _DEFAULTS + (_OLD if is_older else _NEW) + ("" if chats else _PAIRS)
     defaults += "".join(text for choice, text in _OF_CHOICE.items() if choice in words)
     default = lengths + [word for word in defaults.split() if word.partition("=")[0] not in given_values]
-    translation = translate([*default, *ungrouped], main=main, root=root, folder=folder, rename=rename)
+    translation = translate([*default, *ungrouped], main=main, root=root, folder=folder, rename=rename_key)
     names = table.by_name(sft_default())
     values = {_sft_name(name): value for name, value in translation.settings.items()}
     lines = [_sft_line(line, names) for line in translation.lines if line.text not in default or line.kind == "missing"]

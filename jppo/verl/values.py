@@ -171,7 +171,7 @@ def critic_lora(value: int, get: GetKey) -> int:
 def adapter_field(field: str) -> Callable[[GetKey], Any]:
     """Makes the function that reads a field of the starting adapters' config; None where a rank is given."""
 
-    def value(get: GetKey) -> Any:
+    def read_field(get: GetKey) -> Any:
         if not (path := get("M.lora_adapter_path")) or lora_rank(get):
             return None
         try:
@@ -182,7 +182,7 @@ def adapter_field(field: str) -> Callable[[GetKey], Any]:
                 " actor_rollout_ref.model.lora_rank and lora_alpha"
             ) from e
 
-    return value
+    return read_field
 
 
 def adapter(value: str | None, get: GetKey) -> str:
