@@ -24,7 +24,7 @@ def packages() -> Iterator[str]:
 def files(name: str) -> Iterator[str]:
     """Yields each Python file of a folder with the first line of its description."""
     for path in sorted((ROOT / name).glob("*.py")):
-        yield f"{f'{name}/{path.name}':<32} {textwrap.shorten(_about(path), 122, placeholder=' ...')}"
+        yield f"{f'{name}/{path.name}':<32} {textwrap.shorten(_about(path), 90, placeholder=' ...')}"
 
 
 def _about(path: pathlib.Path) -> str:
