@@ -32,9 +32,9 @@ python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7 --config.r
 python -m jppo.train --config=configs/gsm8k.py --config.mesh.fsdp=4 --dry_run
 ```
 
-`python -m jppo.train --help` prints the same list. An unknown name, a value of another type or one that is out of
-bounds is an error of one line before anything starts. A default of None follows another setting. This page is printed
-by `scripts/settings_page.py`, from the code.
+`python -m jppo.train --help` prints the same list. An unknown name, a value of another type or one out of bounds
+is an error of one line before anything starts. A default of None follows another setting. This page is printed by
+`scripts/settings_page.py`.
 """
 TAIL = """
 ## Fine-tuning
