@@ -377,6 +377,11 @@ def plan_rows(
     )
 
 
+def kept_tokens(c: Loop, policy: ModelConfig) -> int:
+    """Returns how many tokens of each truncated distribution the engine returns to be replayed; 0: none."""
+    return min(c.rollout.mask_replay_tokens, policy.vocab_size) if c.rollout.mask_replay else 0
+
+
 def make_trainable(
     section: Optimizer, name: str, loss: CompiledLoss, trained: Trained, total_steps: int, maker: Maker = LOADED
 ) -> tuple[Trainable, Any]:

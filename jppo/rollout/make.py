@@ -12,14 +12,13 @@ from jppo import process, settings
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import UserError
 from jppo.learner import cost, sharding
-from jppo.learner.make import make_mesh
+from jppo.learner.make import kept_tokens, make_mesh
 from jppo.learner.ppo import Learner
 from jppo.models import attention, hf
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
 from jppo.rollout.inprocess import InprocessEngine, InprocessSettings, Source
 from jppo.rollout.publish import PolicyPublisher, PublishSettings, publish_policy
-from jppo.run.make import kept_tokens
 from jppo.settings import Loop, Rollout, Settings, parts, texts
 
 if TYPE_CHECKING:

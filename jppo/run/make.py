@@ -22,6 +22,7 @@ from jppo.learner.make import (
     Maker,
     Trained,
     chunk_tokens,
+    kept_tokens,
     make_decoder,
     make_trainable,
     offload_if,
@@ -204,11 +205,6 @@ def plan_mini_batches(c: Loop, mesh: Any, policy: ModelConfig, steps: int, sizes
         policy=policy, sizes=() if c.rollout.has_branches else sizes,
     )  # fmt: skip
     return dataclasses.replace(plan, experts=replayed_experts(c, policy), kept=kept_tokens(c, policy))
-
-
-def kept_tokens(c: Loop, policy: ModelConfig) -> int:
-    """Returns how many tokens of each truncated distribution the engine returns to be replayed; 0: none."""
-    return min(c.rollout.mask_replay_tokens, policy.vocab_size) if c.rollout.mask_replay else 0
 
 
 def replayed_experts(c: Loop, policy: ModelConfig) -> tuple[int, int] | None:
