@@ -529,7 +529,7 @@ def test_only_the_version_that_is_held_is_sampled_from(made):
         sampler.generate(ask(1), greedy(2), version=3)
     with pytest.raises(RolloutError, match="give no finite numbers"):  # of one token
         batcher, logprob = sampler._batcher(sampler._programs.prepare(values)), np.array([-1.0, np.nan])
-        batcher._answer(np.ones(2, int), logprob, "stop", None, None)
+        batcher._make_answer(np.ones(2, int), logprob, "stop", None, None)
     sampler.close()
     sampler.close()
     with pytest.raises(RolloutError, match="version 3 of the weights was requested, but the engine has none"):

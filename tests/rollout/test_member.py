@@ -309,7 +309,7 @@ def test_a_log_that_was_removed_hides_no_fault(fake_vllm):
     with pytest.raises(RolloutError):
         server.wait_ready()
     server.log.unlink()
-    assert "No such file" in server.why()
+    assert "No such file" in server.excerpt()
 
 
 @pytest.mark.parametrize(
