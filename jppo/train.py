@@ -109,10 +109,7 @@ def end_step(run: Run, now: TrainState, data: Batch, episodes: Episodes, metrics
 def gather_episodes(
     run: Run, samples: StepSamples, rewards: list[Reward], baseline: list[Reward] | None, version: int
 ) -> tuple[Episodes, dict[str, float]]:
-    """Makes the episodes of a step's graded samples and logs them; returns also their metrics.
-
-    `baseline` has the rewards of greedy responses. Samples that are too stale are marked unusable.
-    """
+    """Makes and logs the episodes of graded samples, with their metrics; `baseline` grades greedy responses."""
     compares = run.learner.recipe.compares
     unmarked = make_episodes(samples.prompts, samples.trajectories, rewards, baseline, compares=compares)
     marked, stale = mark_stale(run.c, samples, version, unmarked.rewards)

@@ -551,10 +551,7 @@ def kept_tokens(c: Loop, policy: ModelConfig) -> int:
 
 
 def replayed_experts(c: Loop, policy: ModelConfig) -> tuple[int, int] | None:
-    """Returns (layers, active experts of a token) if the engine's choice of experts is replayed, else None.
-
-    Raises UserError for a model without experts.
-    """
+    """Returns (layers, active experts of a token) if the engine's experts are replayed; UserError without experts."""
     if not c.rollout.routing_replay:
         return None
     if policy.experts is None:
@@ -634,10 +631,7 @@ def load_learner(
     c: Loop, inputs: ModelConfigs, mesh: Any, recipe: ppo.Recipe, plan: packing.Plan, maker: Maker = LOADED, *,
     warmup: int = 0, kl_coef: float = 0.0,
 ) -> tuple[Learner, TrainState]:  # fmt: skip
-    """Loads the models and makes their passes; returns the learner and its initial state.
-
-    `warmup` is the number of first steps in which the policy is not updated.
-    """
+    """Loads the models and makes their passes; `warmup` is the number of first steps without the policy's update."""
     passes, seed, steps = make_passes(c, recipe, inputs, mesh), c.trainer.seed, inputs.total_steps
     policy, value = load_models(c, inputs, mesh, seed, maker)
     actor, policy_opt = make_trainable(c.actor, "actor", passes.actor, policy, steps - warmup, maker)

@@ -19,7 +19,7 @@ from jppo.models.config import ModelConfig
 from jppo.rewards.make import make_refusal, needed_columns, require_parts
 from jppo.samples.make import prompts_per_batch, require_given
 from jppo.settings import Common, Loop, Settings, Training, parts, template_arguments
-from jppo.settings.texts import by_source
+from jppo.settings.texts import addresses_by_source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def _with_memory(c: Settings, train: PromptSet) -> PromptSet:
 
 def _require_teachers(url: str, sources: Set[str]) -> None:
     """Raises UserError unless the addresses by data source in `ref.url` are those of the training data."""
-    teachers = set(by_source(url))
+    teachers = set(addresses_by_source(url))
     if teachers <= {""}:
         return
     if lacking := sources - teachers:

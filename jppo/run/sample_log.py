@@ -171,7 +171,7 @@ def quantities(data: Batch, chosen: Sequence[int], value_norm: Any, *, bypass: b
 
     value, old_logprob = select(data.get("value")), data.get("old_logprob")
     if value is not None and value_norm is not None:
-        value = np.asarray(values.denormalised(value, np.asarray(value_norm)))
+        value = np.asarray(values.denormalise(value, np.asarray(value_norm)))
     arrays = {
         "reward": select(data.get("reward")),
         "value": value,
