@@ -4,6 +4,7 @@ PYTHON = python3
 SEED = 1
 JOBS = 2
 PEERS = torch trl tunix
+BENCHMARKS = quickstart models rollout memory
 COMMA = ,
 SPACE = $(COMMA:,=) $(COMMA:,=)
 SEEDED = $(if $(filter-out 1,$(SEED)),-seed$(SEED))
@@ -64,8 +65,12 @@ docs: $(READY)  ## build the site of docs/ in site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 	@echo "site/index.html is ready; with search: $(PY) -m http.server -d site"
 
-bench: $(RUN)/sft/hf/config.json  ## run the benchmarks and write tables; ARGS=...
-	$(TUNED) $(PY) benchmarks/together.py $(ARGS)
+bench: $(addprefix bench-,$(BENCHMARKS))  ## run the benchmarks and write tables; BENCHMARKS="models memory"
+
+bench-%: $(READY)
+	$(TUNED) $(PY) benchmarks/$*.py $(ARGS)
+
+bench-quickstart: $(RUN)/sft/hf/config.json
 
 bench-peers: $(READY)  ## compare jppo with torch and transformers, TRL and tunix; PEERS=... ARGS=...
 	@benchmarks/peers/setup.sh $(PYTHON) $(PEERS)

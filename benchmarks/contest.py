@@ -27,9 +27,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from machine import ROOT, begin, title, write
-from throughput import stage_flops, write_model
-from work import LONGEST, MINI_BATCH, PROMPT, SHAPES, base_config, hf_config, make_batch, response_lengths
+from machine import ROOT, begin, names_of, title, write
+from work import (
+    LONGEST,
+    MINI_BATCH,
+    PROMPT,
+    SHAPES,
+    base_config,
+    hf_config,
+    make_batch,
+    response_lengths,
+    stage_flops,
+    write_model,
+)
 
 from jppo import settings
 from jppo.errors import UserError
@@ -40,12 +50,6 @@ KNOWN = ("torch", "trl", "tunix")
 OF_TORCH = ("torch", "trl")  # that may have another allocator
 CLOSE = 1e-4  # how far mean log-probs may be apart in float32
 LEARNING_RATE = 1e-6
-# The least ratio that is aimed at: of tokens a second, by stage and shape; in float32, and each in its best precision.
-BEST = {"S": 1.25, "M": 1.25, "135M": 1.2}
-GOALS = {
-    "float32": {("update", "S"): 2.5, ("update", "M"): 2.2, ("logprobs", "S"): 2.2, ("logprobs", "M"): 2.2},
-    "best": {(stage, shape): at for stage in ("update", "logprobs") for shape, at in BEST.items()},
-}
 Contestant = dict[str, Any]
 
 
@@ -99,10 +103,7 @@ def write_work(folder: pathlib.Path, shape: str, changes: Sequence[str]) -> dict
     }
     hyperparameters |= {"lr": LEARNING_RATE, "cliprange_value": c.critic.cliprange_value, "jppo": own}
     (folder / "work.json").write_text(json.dumps({"prompt": PROMPT, "mini_batch": MINI_BATCH, "how": hyperparameters}))
-    flops = stage_flops(cfg, responses, prompt=PROMPT)
-    flops = {"logprobs": flops["old_log_prob"], "actor": flops["update_actor"], "critic": flops["update_critic"]}
-    flops["update"] = flops["actor"] + flops["critic"]
-    return {"tokens": int(sum(PROMPT + n for n in responses)), "flops": flops}
+    return {"tokens": int(sum(PROMPT + n for n in responses)), "flops": stage_flops(cfg, responses)}
 
 
 class Ended(Exception):
@@ -240,25 +241,15 @@ def table(result: dict[str, Any]) -> str:
                 took = statistics.median(seconds)
                 rates = f"{measured['tokens'] / took:,.0f} | {measured['flops'][stage] / took / 1e9:,.0f}"
                 lines.append(f"| {shape} | {name} | {stage} | {rates} | {took:.3f} |")
-    lines += ["", "| shape | stage | jppo | nearest peer | ratio | goal |", "|---|---|---|---|---:|---:|"]
+    lines += ["", "| shape | stage | jppo | nearest peer | ratio |", "|---|---|---|---|---:|"]
     for shape, measured in result["shapes"].items():
         for dtype, stages in ratios(measured).items():
             for stage, x in stages.items():
-                goal = GOALS.get(dtype, {}).get((stage, shape))
-                aim = "" if goal is None else f"{goal:g}, {'met' if x['ratio'] >= goal else 'missed'}"
                 names = f"{x['jppo']}{' (its best)' if dtype == 'best' else ''} | {x['peer']}"
-                lines.append(f"| {shape} | {stage} | {names} | {x['ratio']:.2f} | {aim} |")
+                lines.append(f"| {shape} | {stage} | {names} | {x['ratio']:.2f} |")
     for shape, measured in result["shapes"].items():
         lines += ["", *(f"Left out at {shape}: {name}: {why}" for name, why in measured["left_out"].items())]
     return "\n".join(lines).rstrip()
-
-
-def chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """Parses the names in an option; unknown names are errors."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"{option}={text}: {unknown[0]!r} is not one of {', '.join(known)}")
-    return names
 
 
 @settings.exit_on_user_error
@@ -273,9 +264,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="SECTION.NAME=VALUE")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args(argv)
-    shapes = chosen("--shapes", args.shapes, tuple(SHAPES))
-    dtypes = chosen("--dtypes", args.dtypes, ("float32", "bfloat16"))
-    peers = chosen("--peers", args.peers, KNOWN)
+    shapes = names_of(args.shapes, SHAPES, "--shapes")
+    dtypes = names_of(args.dtypes, ("float32", "bfloat16"), "--dtypes")
+    peers = names_of(args.peers, KNOWN, "--peers")
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
     jax.config.update("jax_platforms", "cpu")

@@ -27,7 +27,7 @@ import numpy as np
 from curve import write_curve
 from intervals import difference, interval
 from learning_tasks import ALGORITHMS, COMMON, TASKS
-from machine import ROOT, begin, lines_of, machine, newest, title
+from machine import ROOT, begin, lines_of, machine, names_of, newest, title
 from ml_collections import ConfigDict
 
 from jppo import settings, train
@@ -188,14 +188,6 @@ def draw(rows: Sequence[Row], task: str, seeds: int, path: pathlib.Path) -> None
 CHANGES = {"steps": "trainer.total_training_steps", "lr": "actor.lr"}  # options that change a setting
 
 
-def chosen(text: str, known: Sequence[str], option: str) -> list[str]:
-    """Splits an option at commas and checks the names."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"--{option}={text}: {unknown[0]!r} is not one of {', '.join(known)}")
-    return names
-
-
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
@@ -212,8 +204,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tables", action="store_true", help="only print the tables")
     parser.add_argument("--plot", type=pathlib.Path, help="also draw the first task's curves to this SVG file")
     args = parser.parse_args(argv)
-    args.tasks = chosen(args.tasks, list(TASKS), "tasks")
-    args.algorithms = chosen(args.algorithms, list(ALGORITHMS), "algorithms")
+    args.tasks = names_of(args.tasks, TASKS, "--tasks")
+    args.algorithms = names_of(args.algorithms, ALGORITHMS, "--algorithms")
     if args.seeds < 1:
         raise UserError(f"--seeds={args.seeds} must be 1 or more; an interval needs 2")
     args.work = args.work.resolve()

@@ -9,10 +9,12 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+
+from jppo.errors import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -89,6 +91,14 @@ def newest(folder: pathlib.Path, date: str, name: str) -> pathlib.Path:
 def lines_of(path: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the finished runs of such a file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def names_of(text: str, known: Iterable[str], option: str) -> list[str]:
+    """Splits an option at its commas; a name that is not known is an error."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"{option}={text}: {unknown[0]!r} is not one of {', '.join(known)}")
+    return names
 
 
 def version(package: str) -> str | None:

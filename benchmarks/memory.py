@@ -6,7 +6,7 @@
 
 Each model has random weights and goes through the start and two steps of training as `jppo.train` does them, without
 vLLM: every pass on empty rows of every shape, then log-probs, the reference's, values, advantages and both updates, on
-the batch of throughput.py, or a part of it by --tokens. Each runs twice in a separate process: the first run compiles
+the ragged batch of work.py, or a part of it by --tokens. Each runs twice in a separate process: the first run compiles
 into a cache, so the second one measures no compiler memory. On a CPU the figure is the peak of resident memory, above
 the memory before any array and in total. On an accelerator it is the peak that the device reports.
 Exit code 1 where an estimate is off by more than 20%.
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from machine import ROOT, begin, title, write
+from machine import ROOT, begin, names_of, title, write
 from ml_collections import ConfigDict
 from models import CPU_SCANS, MODELS, some
 from work import SEQUENCES, base_config, change, make_batch, make_rows, response_lengths, score
@@ -32,19 +32,12 @@ from work import SEQUENCES, base_config, change, make_batch, make_rows, response
 from jppo import settings
 from jppo.errors import UserError
 from jppo.learner import ppo
-from jppo.learner.make import (
-    list_run_programs,
-    make_adapters,
-    make_learner,
-    make_mesh,
-    make_recipe,
-    plan_of_run,
-    run_programs,
-)
+from jppo.learner.make import make_adapters, make_mesh
 from jppo.learner.ppo import ModelConfigs
 from jppo.learner.sharding import device_peak
 from jppo.models import config_reader
 from jppo.preflight import memory
+from jppo.run.make import list_run_programs, make_learner, make_recipe, plan_of_run, run_programs
 from jppo.runlog.timers import Timers
 from jppo.settings import Settings
 from jppo.types import Trajectory
@@ -161,6 +154,7 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+@settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -174,9 +168,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.measure:
         print(json.dumps(measure(args.measure, layers=args.layers, tokens=args.tokens, changes=args.changes)))
         return
-    names = args.models.split(",")
-    if unknown := [name for name in names if name not in MODELS]:
-        sys.exit(f"--models={args.models}: {unknown[0]!r} is not one of {', '.join(MODELS)}")
+    names = names_of(args.models, MODELS, "--models")
     result: dict[str, Any] = {
         **begin(),
         "layers": args.layers,

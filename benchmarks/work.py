@@ -1,10 +1,14 @@
 """The measured work: models of three shapes, one ragged batch, and its FLOP."""
 
 import ast
+import json
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tokenizers
+import transformers
 from ml_collections import ConfigDict
 
 from jppo import settings
@@ -84,6 +88,20 @@ def forward_flops(cfg: ModelConfig, responses: Lengths, *, prompt: int, lm_head:
 def lora_update_flops(cfg: ModelConfig, adapters: Lora, responses: Lengths, *, prompt: int) -> int:
     """FLOP of an update of adapters alone."""
     return cost.update(cfg, whole(responses, prompt=prompt), head_tokens=sum(map(int, responses)), adapters=adapters)
+
+
+def stage_flops(cfg: ModelConfig, responses: Lengths) -> dict[str, int]:
+    """Counts the FLOP of each stage over the batch; a backward pass costs two forward passes."""
+    policy, critic = (forward_flops(cfg, responses, prompt=PROMPT, lm_head=lm_head) for lm_head in (True, False))
+    return {"logprobs": policy, "actor": 3 * policy, "critic": 3 * critic, "update": 3 * policy + 3 * critic}
+
+
+def write_model(folder: pathlib.Path, described: dict[str, Any]) -> None:
+    """Writes vLLM's model directory: config and a tokenizer of this vocabulary, no weights."""
+    (folder / "config.json").write_text(json.dumps(described))
+    words = {f"w{i}": i for i in range(described["vocab_size"])}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w0").save_pretrained(folder)
 
 
 def base_config(path: str, dtype: str) -> ConfigDict:

@@ -10,7 +10,7 @@ from typing import Any
 
 import anthropic
 
-from jppo.agent.built_in_tools import evaluate, shown
+from jppo.agent.built_in_tools import evaluate, format_number
 
 TURNS = 2
 SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
@@ -38,6 +38,6 @@ def multiply(task: dict[str, Any]) -> None:
 def calculate(arguments: Any) -> str:
     """Returns the calculator's answer to a call."""
     try:
-        return shown(evaluate(arguments["expression"]))
+        return format_number(evaluate(arguments["expression"]))
     except (ValueError, KeyError, TypeError):
         return "error"

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 
-from jppo.agent.built_in_tools import evaluate, shown
+from jppo.agent.built_in_tools import evaluate, format_number
 
 TURNS = 2
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
@@ -39,6 +39,6 @@ async def multiply(task: dict[str, Any]) -> dict[str, float]:
 def calculate(arguments: str) -> str:
     """Returns the calculator's answer to a call."""
     try:
-        return shown(evaluate(json.loads(arguments)["expression"]))
+        return format_number(evaluate(json.loads(arguments)["expression"]))
     except (ValueError, KeyError, TypeError):
         return "error"

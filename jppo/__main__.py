@@ -36,23 +36,23 @@ SHORT = {"eval": "evaluate"}
 
 
 def listing() -> str:
-    """Returns every command with its description."""
+    """Returns every command with its description, as text."""
     names = {name.removeprefix("jppo."): about for name, about in COMMANDS.items()}
     width = max(map(len, names))
     lines = [f"  jppo {name:{width}}  {about}" for name, about in names.items()]
-    first = f"jppo {__version__}; each command has --help; `jppo NAME` is `python -m jppo.NAME`:"
-    return "\n".join([first, "", *lines, ""])
+    heading = f"jppo {__version__}; each command has --help; `jppo NAME` is `python -m jppo.NAME`:"
+    return "\n".join([heading, "", *lines, ""])
 
 
 def command_of(word: str) -> str | None:
-    """Returns the module of a command; None if there is none."""
+    """Returns the module of a command by its name or short form; None if there is none."""
     name = word.removeprefix("jppo.").replace("-", "_")
     module = f"jppo.{SHORT.get(name, name)}"
     return module if module in COMMANDS else None
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Lists the commands, or runs the one that the arguments name."""
     argv = sys.argv[1:] if argv is None else argv
     if argv in ([], ["--help"], ["-h"]):
         print(listing(), end="")
@@ -62,8 +62,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.argv = [module, *argv[1:]]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
-        near = did_you_mean(argv[0], [name.removeprefix("jppo.") for name in COMMANDS])
-        print(f"error: {argv[0]!r} is no command; `jppo` lists them{near}", file=sys.stderr)
+        suggestion = did_you_mean(argv[0], [name.removeprefix("jppo.") for name in COMMANDS])
+        print(f"error: {argv[0]!r} is no command; `jppo` lists them{suggestion}", file=sys.stderr)
         sys.exit(2)
 
 

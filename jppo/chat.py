@@ -33,7 +33,7 @@ from jppo.types import Params
 
 DTYPES = ("float32", "bfloat16", "float16")
 CONTEXT = 4096  # tokens; a longer context costs time and memory
-LONGEST = 256  # tokens of an answer
+MAX_TOKENS = 256  # tokens of an answer
 AT_ONCE = 4  # tokens per device call
 PLACE = Row("the conversation", 1, {}, "line")
 Message = dict[str, str]
@@ -55,7 +55,7 @@ class ChatModel:
 
 
 def load_model(args: argparse.Namespace) -> ChatModel:
-    """Reads the model and closes its programs over it; they compile on first use."""
+    """Reads a model and makes its sampling functions, which compile on first use."""
     if (pathlib.Path(args.model) / "adapter_config.json").is_file():
         raise UserError(f"{args.model} has only adapters; export the run with --merge_lora, and use that directory")
     _, cfg = hf.read_config(args.model, longest=args.context)
@@ -65,15 +65,15 @@ def load_model(args: argparse.Namespace) -> ChatModel:
     templated = tokenizer.chat_template is not None and not args.raw
     if args.system is not None and not templated:
         raise UserError("--system: this model has no chat messages; put the text before each line instead")
-    own = cfg.max_position_embeddings
-    context = min(own, CONTEXT) if args.context is None else args.context
-    longest = min(LONGEST, context // 2) if args.max_tokens is None else args.max_tokens
-    if not 2 <= context <= own:
-        raise UserError(f"--context={context} must be from 2 to the {own} tokens of the model")
+    model_context = cfg.max_position_embeddings
+    context = min(model_context, CONTEXT) if args.context is None else args.context
+    longest = min(MAX_TOKENS, context // 2) if args.max_tokens is None else args.max_tokens
+    if not 2 <= context <= model_context:
+        raise UserError(f"--context={context} must be from 2 to the {model_context} tokens of the model")
     if not 1 <= longest < context:
         raise UserError(f"--max_tokens={longest} must be from 1 to {context - 1}, within the context of {context}")
     settings = engine_settings(cfg, args.dtype, context, context - longest)
-    programs = make_programs(settings, ends, turns=AT_ONCE)
+    programs = make_programs(settings, ends, steps=AT_ONCE)
     model = programs.prepare(read_weights(args.model, cfg, args.dtype))
     seed = secrets.randbits(31) if args.seed is None else args.seed
 
@@ -96,7 +96,7 @@ def load_model(args: argparse.Namespace) -> ChatModel:
 
 
 def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: int) -> InprocessSettings:
-    """Settings of the in-process engine for one row on one device."""
+    """Returns the settings of the in-process engine for one row on one device."""
     mesh = sharding.mesh_of_shape((1,))
     return InprocessSettings(
         cfg=cfg,
@@ -112,30 +112,27 @@ def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: 
 
 
 def read_weights(path: str, cfg: ModelConfig, dtype: str) -> Params:
-    """Loads the parameters to that device."""
+    """Loads the model's weights to one device."""
     layout = state.model_weights(cfg, sharding.mesh_of_shape((1,)), head="lm", param_dtype=dtype)
     return state.load_sharded(layout, path, init="pretrained", key=jax.random.key(0))
 
 
-def fitting(
+def drop_oldest(
     messages: Sequence[Message], encode: Callable[[Sequence[Message]], list[int]], room: int
 ) -> tuple[list[Message], list[int]]:
-    """Drops the oldest turns until the messages fit into `room` tokens; returns messages and tokens.
-
-    An initial system message and the last message stay.
-    """
-    head = [message for message in messages[:1] if message["role"] == "system"]
-    rest = list(messages[len(head) :])
-    while len(ids := encode([*head, *rest])) > room:
-        following = next((i for i, message in enumerate(rest) if i and message["role"] == "user"), None)
-        if following is None:
-            with_system = " with the system message" if head else ""
+    """Drops the oldest turns, but no system message, until the rest has at most `room` tokens; returns both."""
+    system_messages = [message for message in messages[:1] if message["role"] == "system"]
+    turns = list(messages[len(system_messages) :])
+    while len(ids := encode([*system_messages, *turns])) > room:
+        next_user_turn = next((i for i, message in enumerate(turns) if i and message["role"] == "user"), None)
+        if next_user_turn is None:
+            with_system = " with the system message" if system_messages else ""
             raise UserError(
                 f"the last message has {len(ids)} tokens{with_system}, but {room} fit with an answer; shorten it, or"
                 " lower --max_tokens"
             )
-        rest = rest[following:]
-    return [*head, *rest], ids
+        turns = turns[next_user_turn:]
+    return [*system_messages, *turns], ids
 
 
 class Conversation:
@@ -143,59 +140,56 @@ class Conversation:
 
     def __init__(self, model: ChatModel, *, system: str | None) -> None:
         self._model, self._turn = model, 0
-        self._head: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self._said: list[Message] = list(self._head)
+        self._system_messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._history: list[Message] = list(self._system_messages)
 
     def reset(self) -> None:
-        """Clears all but the system message."""
-        self._said = list(self._head)
+        self._history = list(self._system_messages)
 
     def say(self, text: str, *, show: Callable[[str], Any], tell: Callable[[str], Any]) -> None:
-        """Passes the answer to `show` as it comes and notices to `tell`; adds both turns to the history."""
+        """Answers a text: passes the answer to `show` as it comes, notices to `tell`; adds both to the history."""
         model, self._turn = self._model, self._turn + 1
         checked_text(PLACE, "what was said", text)
         if model.templated:
-            messages, ids = fitting([*self._said, {"role": "user", "content": text}], model.encode, model.room)
-            if gone := len(self._said) + 1 - len(messages):
-                tell(f"the context is full: the oldest {gone} messages were dropped")
+            messages, ids = drop_oldest([*self._history, {"role": "user", "content": text}], model.encode, model.room)
+            if dropped := len(self._history) + 1 - len(messages):
+                tell(f"the context is full: the oldest {dropped} messages were dropped")
         else:
             messages, ids = [], model.encode(text)
             if len(ids) > model.room:
                 raise UserError(f"the text has {len(ids)} tokens, but {model.room} fit with an answer; shorten it")
-        heard, last = "", model.ends[0]
+        answer, last_token = "", model.ends[0]
 
-        def spoken() -> Iterator[list[int]]:
-            nonlocal last
-            for new in model.answer(ids, self._turn):
-                last = new[-1]
-                yield new[:-1] if last in model.ends else new
+        def answer_tokens() -> Iterator[list[int]]:
+            nonlocal last_token
+            for new_tokens in model.answer(ids, self._turn):
+                last_token = new_tokens[-1]
+                yield new_tokens[:-1] if last_token in model.ends else new_tokens
 
         try:
-            for piece in decode_stream(spoken(), model.decode, before=() if model.templated else ids):
-                heard += piece
+            for piece in decode_stream(answer_tokens(), model.decode, before=() if model.templated else ids):
+                answer += piece
                 show(piece)
-            if last not in model.ends:
+            if last_token not in model.ends:
                 tell(f"stopped at {model.longest} tokens: see --max_tokens")
         except KeyboardInterrupt:
             tell("stopped")
             raise
         finally:
             if model.templated:
-                self._said = [*messages, {"role": "assistant", "content": heard}]
+                self._history = [*messages, {"role": "assistant", "content": answer}]
 
 
 def show(piece: str) -> None:
-    """Writes a piece of an answer and flushes."""
     print(escaped(piece), end="", flush=True)
 
 
 def tell(line: str) -> None:
-    """Prints a notice."""
     print(f"[{line}]", file=sys.stderr, flush=True)
 
 
 def ask_once(conversation: Conversation, text: str) -> None:
-    """Prints one answer and a newline."""
+    """Prints the model's answer to one text, and a newline."""
     conversation.say(text, show=show, tell=tell)
     print(flush=True)
 
@@ -250,7 +244,7 @@ def chat_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--raw", action="store_true", help="continue text without the chat template")
     parser.add_argument("--temperature", type=float, default=0.7, help="0.0 is greedy (default 0.7)")
     parser.add_argument("--top_p", type=float, default=1.0, help="1.0 is off (default 1.0)")
-    parser.add_argument("--max_tokens", type=int, help=f"per answer (default {LONGEST}, or half the context)")
+    parser.add_argument("--max_tokens", type=int, help=f"per answer (default {MAX_TOKENS}, or half the context)")
     parser.add_argument("--context", type=int, help=f"tokens (default: the model's own, at most {CONTEXT})")
     parser.add_argument("--seed", type=int, help="sampling seed (default: random)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of matrix products (default float32)")
@@ -266,7 +260,7 @@ def chat_arguments(argv: list[str]) -> argparse.Namespace:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Loads the model and answers one text, typed lines or piped ones."""
     args = chat_arguments(sys.argv[1:] if argv is None else argv)
     try:
         conversation = Conversation(load_model(args), system=args.system)

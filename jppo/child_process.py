@@ -10,6 +10,7 @@ import os
 import pathlib
 import shutil
 import signal
+import struct
 import sys
 import time
 from typing import NoReturn
@@ -19,7 +20,7 @@ from jppo.errors import UserError
 
 
 def executable(python: str, setting: str = "rollout.python") -> str:
-    """Resolves an interpreter, '' for this one; UserError if `setting` names none."""
+    """Returns the path of an interpreter, '' for this one; UserError if `setting` names none."""
     path = shutil.which(os.path.expanduser(python)) if python else sys.executable
     if path is None:
         raise UserError(f"{setting}={python!r} is not a program; set it to the path of a Python")
@@ -32,6 +33,7 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
 
 
+LENGTH = struct.Struct(">Q")  # the head of a message between two processes
 KILL_S = 5.0  # for killed processes to end
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
@@ -68,7 +70,7 @@ def kill_all() -> None:
         time.sleep(0.005)
 
 
-def end_like(code: int) -> NoReturn:
+def exit_like(code: int) -> NoReturn:
     """Ends this process with an exit code, or by the signal -`code`."""
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL cannot be reset
@@ -79,11 +81,12 @@ def end_like(code: int) -> NoReturn:
 
 
 def _children() -> list[int]:
-    children, me = [], os.getpid()
+    """Returns the process ids of this process's children."""
+    children, own_pid = [], os.getpid()
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
             fields = stat.read_text().rpartition(")")[2].split()  # state, ppid, ...
-            if int(fields[1]) == me:
+            if int(fields[1]) == own_pid:
                 children.append(int(stat.parent.name))
     return children
 

@@ -49,17 +49,17 @@ def findings(python: str) -> Iterator[Finding]:
 
 def read_run(argv: list[str]) -> tuple[Settings, bool]:
     """Returns the settings of --config and its overrides, and whether to start a server."""
-    rest = [word for word in argv if word != "--no_server"]
-    if [word for word in rest if word.split("=")[0] == "--python"]:
+    words = [word for word in argv if word != "--no_server"]
+    if [word for word in words if word.split("=")[0] == "--python"]:
         raise UserError("--python is for checks without settings; with --config use --config.rollout.python=FILE")
-    config, _ = settings.parse(rest, __doc__ or "", settings.default())
+    config, _ = settings.parse(words, __doc__ or "", settings.default())
     c = settings.typed(config, Settings)
-    return c, len(rest) == len(argv)
+    return c, len(words) == len(argv)
 
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Prints the findings about the machine, or about the run of --config, and exits with their code."""
     argv = sys.argv[1:] if argv is None else argv
     if any(word.startswith("--config") for word in argv):
         c, server = read_run(argv)

@@ -27,18 +27,19 @@ from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf
 from jppo.models.config import pad_vocab
 from jppo.models.lora import Weights
-from jppo.preflight import preview
-from jppo.preflight.preview import DryRun, memory_explained
+from jppo.preflight.request import HERE, DryRun
 from jppo.run import pairs
-from jppo.run.inputs import read_tokenizer, total_steps
-from jppo.run.start import run_training
+from jppo.run.command import run_training
+from jppo.run.loop import total_steps
+from jppo.run.out_of_memory import memory_explained
+from jppo.run.tokenizer import read_tokenizer
 from jppo.runlog.console import DPO_COLUMNS
 from jppo.settings import PreferenceTuning
 from jppo.types import Array, Params, Rows, Trajectory, given_text
 
 
-def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTask:
-    """Reads the pairs and the model config."""
+def prepare(c: PreferenceTuning, request: DryRun = HERE) -> pairs.PairTask:
+    """Reads the pairs and the model config, and makes the loss of DPO."""
     _, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     if c.model.init == "pretrained" and request.machine is None:
         hf.check_weights(c.model.path, cfg, head="lm")
@@ -47,15 +48,16 @@ def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTa
         raise UserError("the tokenizer has no end token to end responses with; set eos_token in its config")
     render = make_renderer(tokenizer)
 
-    def asked(messages: Messages) -> list[int]:
+    def prompt_ids(messages: Messages) -> list[int]:
         text = messages if isinstance(messages, str) else render(messages, Row("a pair", 0, {}))
         return encode_all(tokenizer, [text], add_special_tokens=isinstance(messages, str))[0]
 
     def encode(messages: Messages, response: str) -> list[int]:
         answer = encode_all(tokenizer, [response], add_special_tokens=False)[0]
-        return [*asked(messages), *answer, tokenizer.eos_token_id]
+        return [*prompt_ids(messages), *answer, tokenizer.eos_token_id]
 
-    training, held_out = pairs.read_pair_sets(c, tokenizer, encode=encode, starts=lambda messages: len(asked(messages)))
+    starts = lambda messages: len(prompt_ids(messages))  # noqa: E731
+    training, held_out = pairs.read_pair_sets(c, tokenizer, encode=encode, starts=starts)
     mesh = request.mesh(c)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     logprob, options = logprob_of_texts(c, cfg, mesh), sharding.compiler_options(mesh, c.model.compiler_options)
@@ -63,7 +65,7 @@ def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTa
     def logprobs(policy: Weights, rows: Rows) -> Array:
         return logprob(policy, rows).logprob
 
-    steps, of_device = total_steps(c, len(training.pairs)), c.optim.max_tokens_per_device
+    steps, tokens_per_device = total_steps(c, len(training.pairs)), c.optim.max_tokens_per_device
     return pairs.PairTask(
         name="dpo",
         head="lm",
@@ -72,7 +74,7 @@ def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTa
         steps=steps,
         mesh=mesh,
         plan=plan_rows(
-            c, mesh, tokens_per_device=of_device, sequences=2 * c.data.train_batch_size, steps=steps, policy=cfg
+            c, mesh, tokens_per_device=tokens_per_device, sequences=2 * c.data.train_batch_size, steps=steps, policy=cfg
         ),
         cfg=cfg,
         sequence=as_trajectory,
@@ -84,35 +86,39 @@ def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTa
 
 
 def train(config: PreferenceTuning | ConfigDict) -> None:
-    """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
+    """Trains the policy by DPO on all pairs, or resumes, tests on held-out pairs, and writes the model."""
     c = settings.typed(config, PreferenceTuning)
     initial: list[Any] = []  # the log-probs of all pairs by the initial policy, or the means to compute them
 
     def begin(task: pairs.PairTask, model: Trainable, params: Params) -> None:
-        def logprobs(of: PairSet, which: Sequence[int], params: Params) -> np.ndarray:
-            rows = pairs.pack_pairs(task, [of.pairs[i] for i in which])
-            return np.asarray(pairs.score_pairs(task, model, params, rows, len(which)))
+        """Computes or keeps the log-probs of the pairs by the initial policy, before it is trained."""
+
+        def logprobs(pair_set: PairSet, indices: Sequence[int], params: Params) -> np.ndarray:
+            rows = pairs.pack_pairs(task, [pair_set.pairs[i] for i in indices])
+            return np.asarray(pairs.score_pairs(task, model, params, rows, len(indices)))
 
         if c.dpo.reference == "mesh":
             copy = jax.tree.map(jnp.copy, params)
-            initial[:] = [lambda of, which: logprobs(of, which, copy)]
+            initial[:] = [lambda pair_set, indices: logprobs(pair_set, indices, copy)]
             return
-        known = {}
-        for of in (task.pairs, task.held_out):
-            blocks = [logprobs(of, some, params).reshape(2, -1) for some in pairs.pair_blocks(c, len(of.pairs))]
-            known[id(of)] = np.concatenate(blocks, axis=1)
-        initial[:] = [lambda of, which: known[id(of)][:, list(which)].reshape(-1)]
+        stored = {}
+        for pair_set in (task.pairs, task.held_out):
+            index_blocks = pairs.pair_blocks(c, len(pair_set.pairs))
+            blocks = [logprobs(pair_set, indices, params).reshape(2, -1) for indices in index_blocks]
+            stored[id(pair_set)] = np.concatenate(blocks, axis=1)
+        initial[:] = [lambda pair_set, indices: stored[id(pair_set)][:, list(indices)].reshape(-1)]
 
-    def given(task: pairs.PairTask, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        some = [of.pairs[i] for i in which]
-        tokens = [len(p.chosen) - p.starts[0] for p in some] + [len(p.rejected) - p.starts[1] for p in some]
-        return initial[0](of, which), np.array(tokens, np.float32)
+    def loss_inputs(task: pairs.PairTask, pair_set: PairSet, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the initial log-probs and the token counts of these pairs' responses."""
+        batch = [pair_set.pairs[i] for i in indices]
+        tokens = [len(p.chosen) - p.starts[0] for p in batch] + [len(p.rejected) - p.starts[1] for p in batch]
+        return initial[0](pair_set, indices), np.array(tokens, np.float32)
 
     with memory_explained(c):
-        pairs.train_on_pairs(c, prepare, DPO_COLUMNS, given, begin)
+        pairs.train_on_pairs(c, prepare, DPO_COLUMNS, loss_inputs, begin)
 
 
-def dry_run(c: PreferenceTuning, request: DryRun = preview.HERE) -> str:
+def dry_run(c: PreferenceTuning, request: DryRun = HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
     return pairs.dry_run_of_pairs(c, request, prepare)
 
@@ -124,7 +130,7 @@ def as_trajectory(ids: np.ndarray, start: int) -> Trajectory:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Trains a policy on preference pairs, or prints its dry run."""
     run_training(argv, "jppo.dpo", __doc__, PreferenceTuning, dry_run=dry_run, train=train)
 
 

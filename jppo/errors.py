@@ -51,7 +51,7 @@ def one_line(error: BaseException) -> str:
 
 
 def faults_of(checks: Iterable[Callable[[], object]]) -> list[str]:
-    """Calls every check and returns the UserErrors' texts, each once."""
+    """Calls every check; returns the messages of their UserErrors, each once."""
     faults: list[str] = []
     for check in checks:
         try:
@@ -68,7 +68,6 @@ def raise_faults(faults: list[str]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message."""
     return str(error).strip().partition("\n")[0]
 
 

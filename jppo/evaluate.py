@@ -28,7 +28,7 @@ from jppo.learner.make import make_mesh
 from jppo.rewards.make import make_reward_sum
 from jppo.rollout.make import open_engine, share_gpu, with_servers
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.publish import publish_stored
+from jppo.rollout.publish import publish_checkpoint
 from jppo.run import validation
 from jppo.run.inputs import Inputs, engine_arguments, read_test
 from jppo.run.validation import TestResult
@@ -66,7 +66,7 @@ Summaries = Mapping[str, Mapping[str, statistics.MeanSe]]
 
 def _evaluate(c: Settings, console: rich.console.Console) -> bool:
     """Tests the model, prints the table and writes the files; False if nothing could be graded."""
-    began, out = time.monotonic(), expanded(c.trainer.run_dir)
+    start, out = time.monotonic(), expanded(c.trainer.run_dir)
     share_gpu(c)
     inputs = read_test(c)
     sampling = val_sampling(c)
@@ -88,7 +88,7 @@ def _evaluate(c: Settings, console: rich.console.Console) -> bool:
             timer.part("waiting for the sampler")
             sampler = engine.ready(**engine_arguments(inputs))
             timer.part("the first publish")
-            publish_stored(c.model.path, sampler, inputs.policy, mesh, param_dtype=c.model.param_dtype)
+            publish_checkpoint(c.model.path, sampler, inputs.policy, mesh, param_dtype=c.model.param_dtype)
             reward_sum.ready()
         stack.enter_context(timer("testing"))
         tested = validation.run_test(
@@ -101,7 +101,7 @@ def _evaluate(c: Settings, console: rich.console.Console) -> bool:
             watch=timer.part("responses", len(inputs.val.prompts) * sampling.n),
         )
         rows = write_samples_file(out, "test", validation.rows(tested))
-        summary = json_summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
+        summary = json_summary(c, inputs, tested) | {"seconds": round(time.monotonic() - start, 1)}
         durable_files.write_text(out / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
         for row in validation.first_responses(tested, c.trainer.log_val_generations):
             console.print(validation.format_row(row), markup=False, highlight=False, soft_wrap=True)
@@ -113,11 +113,11 @@ def _evaluate(c: Settings, console: rich.console.Console) -> bool:
 
 
 def introduce(c: Settings, inputs: Inputs) -> str:
-    """Describes the test."""
+    """Describes the test in one line, for the console."""
     sampling, val = c.rollout.val_kwargs, inputs.val
-    drawn = "greedily" if sampling.temperature == 0.0 else f"at temperature {sampling.temperature:g}"
+    sampled = "greedily" if sampling.temperature == 0.0 else f"at temperature {sampling.temperature:g}"
     return (
-        f"{c.model.path}: {len(val.prompts)} prompts of {c.data.val_files}, {sampling.n} responses each, {drawn}"
+        f"{c.model.path}: {len(val.prompts)} prompts of {c.data.val_files}, {sampling.n} responses each, {sampled}"
         f" ({val.overlong} over-long prompts left out, {val.truncated} cut; data.max_prompt_length="
         f"{c.data.max_prompt_length})"
     )
@@ -142,29 +142,31 @@ def json_summary(c: Settings, inputs: Inputs, tested: TestResult) -> dict[str, A
 
 def score_table(summaries: Summaries, n: int) -> rich.table.Table:
     """Returns a table with a row per source, and per k with several responses: mean ± standard error."""
-    drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, header_style="bold")
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, header_style="bold")
     ks = [1, *statistics.ladder(n)]
     kinds = [kind for kind in KINDS if any(f"{kind}@{n}" in summary for summary in summaries.values())] if n > 1 else []
     for heading in ("source", "prompts", "score", *(["k"] if kinds else []), *(f"{kind}@k" for kind in kinds)):
-        drawn.add_column(heading, justify="left" if heading == "source" else "right", no_wrap=True)
-    several = len(summaries) > 2
-    for source in sorted(summaries) if several else [name for name in summaries if name]:
-        of = summaries[source]
+        table.add_column(heading, justify="left" if heading == "source" else "right", no_wrap=True)
+    has_sources = len(summaries) > 2
+    for source in sorted(summaries) if has_sources else [name for name in summaries if name]:
+        estimates = summaries[source]
         for k in ks if kinds else ks[:1]:
-            first = [rich.markup.escape(source or "all"), str(of["score"].prompts), _estimate(of["score"])]
-            cells = [_estimate(of.get(f"{kind}@{k}")) for kind in kinds]
-            drawn.add_row(*(first if k == 1 else [""] * 3), *([str(k), *cells] if kinds else []))
-    return drawn
+            score = estimates["score"]
+            source_cells = [rich.markup.escape(source or "all"), str(score.prompts), _format_estimate(score)]
+            cells = [_format_estimate(estimates.get(f"{kind}@{k}")) for kind in kinds]
+            table.add_row(*(source_cells if k == 1 else [""] * 3), *([str(k), *cells] if kinds else []))
+    return table
 
 
-def _estimate(estimate: statistics.MeanSe | None) -> str:
+def _format_estimate(estimate: statistics.MeanSe | None) -> str:
+    """Formats a mean and its standard error; '' where there is no estimate, 'none' for a NaN."""
     if estimate is None or math.isnan(estimate.mean):
         return "" if estimate is None else "none"
     return f"{estimate.mean:.4f}" + ("" if math.isnan(estimate.se) else f" ± {estimate.se:.4f}")
 
 
 def notes(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yields notes about the numbers."""
+    """Yields notes on responses that could not be graded or were truncated."""
     metrics = summary["metrics"]
     if errors := int(metrics["val/reward_errors"]):
         yield f"{errors} responses could not be graded and are left out; the first error: {summary['first_error']}"
@@ -173,20 +175,20 @@ def notes(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read_settings(argv: list[str]) -> tuple[Settings, bool]:
-    """Returns the checked settings of the command line, and whether to print them only."""
+    """Reads the command line; returns the checked settings, and whether to print them only."""
     parser = settings.Parser("jppo.evaluate", __doc__, allow_abbrev=False)
     for name, (setting, about) in SHORT.items():
         parser.add_argument(f"--{name}", metavar="", help=f"{setting}{about and f': {about}'}")
     parser.add_argument("--out", metavar="", default=OUT, help=f"output folder (default {OUT})")
-    given, rest = parser.parse_known_args(argv)
-    short = [
+    arguments, rest = parser.parse_known_args(argv)
+    overrides = [
         f"--config.{setting}={value}"
         for name, (setting, _) in SHORT.items()
-        if (value := getattr(given, name)) is not None
+        if (value := getattr(arguments, name)) is not None
     ]
-    config, switches = settings.parse([*rest, *short], __doc__, settings.default(), needs_file=False)
+    config, switches = settings.parse([*rest, *overrides], __doc__, settings.default(), needs_file=False)
     with config.unlocked():
-        config.trainer.run_dir = given.out  # not the config's run_dir, which holds a training run
+        config.trainer.run_dir = arguments.out  # not the config's run_dir, which holds a training run
         config.rollout.lora_sync = "merge"  # the weights of a directory are whole
         config.rollout.routing_replay = config.rollout.mask_replay = False  # nothing learns
         config.rollout.mask_replay_tokens = settings.default().rollout.mask_replay_tokens
@@ -204,9 +206,9 @@ def _terminate(number: int, _: Any) -> None:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
-    c, only_shown = read_settings(sys.argv[1:] if argv is None else argv)
-    if only_shown:
+    """Tests a model, prints the scores and writes samples and a summary."""
+    c, only_print = read_settings(sys.argv[1:] if argv is None else argv)
+    if only_print:
         print(settings.dump(c), end="")
         return
     signal.signal(signal.SIGTERM, _terminate)

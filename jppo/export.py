@@ -30,11 +30,11 @@ from jppo.settings import Parser, exit_on_user_error
 from jppo.settings.options import PREFIX
 
 DTYPES = ("float32", "bfloat16", "float16")
-OWN = {".gitattributes"}  # of a repository: created by the hub itself
+HUB_FILES = {".gitattributes"}  # of a repository: created by the hub itself
 
 
 def export(args: argparse.Namespace) -> list[str]:
-    """Reads, writes and uploads; returns the lines to print."""
+    """Reads a trained model, writes it with its card, and uploads it; returns the lines to print."""
     if args.push:
         require_hub(args.push)
     require_free(args.out)
@@ -86,12 +86,12 @@ def write_card(out: pathlib.Path, policy: TrainedPolicy, run: pathlib.Path | Non
 
 
 def require_free(out: pathlib.Path) -> None:
-    """UserError if existing files would be lost."""
+    """UserError if a file or a folder with content is at `out`, which would be overwritten."""
     try:
-        taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+        exists = out.exists() and (not out.is_dir() or any(out.iterdir()))
     except OSError as e:
         raise UserError(f"--out={out} cannot be read: {e.strerror}; use another folder") from e
-    if taken:
+    if exists:
         problem = "is not empty" if out.is_dir() else "is a file"
         raise UserError(f"--out={out} {problem}, and is not overwritten; use a new folder, or remove it")
 
@@ -111,15 +111,15 @@ def push(folder: pathlib.Path, name: str) -> str:
     hub = huggingface_hub.HfApi()
     try:
         hub.create_repo(name, private=True, exist_ok=True)
-        there = sorted(set(hub.list_repo_files(name)) - OWN)
-        if there:
+        files = sorted(set(hub.list_repo_files(name)) - HUB_FILES)
+        if files:
             raise UserError(
-                f"--push={name}: it already holds {there[0]} and {len(there) - 1} more; use another, or empty it"
+                f"--push={name}: it already holds {files[0]} and {len(files) - 1} more; use another, or empty it"
             )
         hub.upload_folder(folder_path=folder, repo_id=name, commit_message="Exported by jppo")
     except (HTTPError, OSError, ValueError) as e:
-        why = str(e).strip().partition("\n")[0]
-        raise UserError(f"--push={name}: {constants.ENDPOINT} refused it ({why}); the files are in {folder}") from e
+        reason = str(e).strip().partition("\n")[0]
+        raise UserError(f"--push={name}: {constants.ENDPOINT} refused it ({reason}); the files are in {folder}") from e
     return f"{constants.ENDPOINT}/{name}"
 
 
@@ -142,7 +142,7 @@ def export_arguments(argv: list[str]) -> argparse.Namespace:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Exports the model of a run or a checkpoint and prints where it is."""
     args = export_arguments(sys.argv[1:] if argv is None else argv)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed, and a training may use the accelerator
     for line in export(args):
@@ -214,7 +214,7 @@ def card(
     lines: Lines,
     exported_by: str,
 ) -> str:
-    """Returns the card as Markdown; `kind` is 'model' or 'adapter', `lines` are of metrics.jsonl up to the step."""
+    """Returns a model card in Markdown; `kind` is 'model' or 'adapter', `lines` are of metrics.jsonl up to the step."""
     by_ppo = not any(setting.startswith("optim.") for setting in settings)
     by_dpo = "dpo.beta" in settings
     method, tag = (
@@ -222,23 +222,23 @@ def card(
     )
     base = str(settings.get("model.path", ""))
     contents = "LoRA adapters, to be loaded with their base" if kind == "adapter" else f"weights in {dtype}"
-    reached = step if step is not None else lines[-1]["step"] if lines else None
-    after = "" if reached is None else f" after step {reached}"
+    last_step = step if step is not None else lines[-1]["step"] if lines else None
+    step_text = "" if last_step is None else f" after step {last_step}"
     parts = [
-        _front(base, kind, tag),
+        _front_matter(base, kind, tag),
         f"# {name}",
-        f"{contents[0].upper()}{contents[1:]}, trained by {method} with jppo{after}.",
+        f"{contents[0].upper()}{contents[1:]}, trained by {method} with jppo{step_text}.",
         _facts(base, settings, versions, exported_by),
     ]
-    if scores := _scores(lines):
+    if scores := _score_table(lines):
         parts += ["## Scores", scores]
-    if rows := _settings(settings, OF_PPO if by_ppo else OF_SFT):
+    if rows := _setting_table(settings, OF_PPO if by_ppo else OF_SFT):
         parts += ["## Settings", rows]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _front(base: str, kind: str, tag: str) -> str:
-    """Returns the metadata that the hub reads."""
+def _front_matter(base: str, kind: str, tag: str) -> str:
+    """Returns the card's first lines, the metadata that the hub reads."""
     hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base) and not pathlib.Path(base).is_dir()
     lines = [
         "---",
@@ -252,51 +252,53 @@ def _front(base: str, kind: str, tag: str) -> str:
 
 
 def _facts(base: str, settings: Mapping[str, Any], versions: Mapping[str, str], exported_by: str) -> str:
-    files = {about: _files(str(settings.get(f"data.{key}") or "")) for about, key in _DATA.items()}
+    """Returns base model, data and versions as a Markdown list."""
+    files = {about: _public_names(str(settings.get(f"data.{key}") or "")) for about, key in _DATA.items()}
     trained_by = ", ".join(f"{package} {version}" for package, version in versions.items())
-    facts = {"base model": _shown(base)} | files | {"trained by": trained_by, "exported by": f"jppo {exported_by}"}
-    return "\n".join(f"- {about}: {_plain(value)}" for about, value in facts.items() if value)
+    facts = {"base model": _public(base)} | files | {"trained by": trained_by, "exported by": f"jppo {exported_by}"}
+    return "\n".join(f"- {about}: {_escape_markdown(value)}" for about, value in facts.items() if value)
 
 
 _DATA = {"training data": "train_files", "test data": "val_files"}
 
 
-def _files(names: str) -> str:
-    return ", ".join(_shown(name.strip()) for name in names.split(",") if name.strip())
+def _public_names(names: str) -> str:
+    return ", ".join(_public(name.strip()) for name in names.split(",") if name.strip())
 
 
-def _shown(path: str) -> str:
+def _public(path: str) -> str:
     """Returns a path for publication: the last part of a local one."""
     return pathlib.PurePath(path).name if path.startswith(("/", "~")) else path
 
 
-def _scores(lines: Lines) -> str:
-    """Returns the metrics of the first and last test."""
-    tested = [line for line in lines if line.get("val/score") is not None]
-    if not tested:
+def _score_table(lines: Lines) -> str:
+    """Returns the metrics of the first and last test as a Markdown table; '' without a test."""
+    tests = [line for line in lines if line.get("val/score") is not None]
+    if not tests:
         return ""
-    first, last = tested[0], tested[-1]
-    names = [n for n in last if re.fullmatch(r"val/(.+/)?(score|(pass|maj|best|mean)@\d+)", n)]
-    rows = [f"| `{n}` | {_number(first.get(n))} | {_number(last.get(n))} |" for n in names]
-    head = f"| test | after step {first['step']} | after step {last['step']} |"
-    return "\n".join([head, "|---|---:|---:|", *rows])
+    first, last = tests[0], tests[-1]
+    names = [name for name in last if re.fullmatch(r"val/(.+/)?(score|(pass|maj|best|mean)@\d+)", name)]
+    rows = [f"| `{name}` | {_format_number(first.get(name))} | {_format_number(last.get(name))} |" for name in names]
+    heading = f"| test | after step {first['step']} | after step {last['step']} |"
+    return "\n".join([heading, "|---|---:|---:|", *rows])
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:
+def _setting_table(settings: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Returns these settings and user-defined options, unless they are off, as a Markdown table; '' without any."""
     rows = []
     for name in (*names, *(name for name in settings if name.startswith(PREFIX)), *OF_BOTH):
         value = settings.get(name)
-        if any(value is off or (value == off and type(value) is type(off)) for off in OFF):
+        if any(value is disabled or (value == disabled and type(value) is type(disabled)) for disabled in OFF):
             continue
         if name in ONLY_WITH and not settings.get(ONLY_WITH[name]):
             continue
         if name in ONLY_GAE and not _may_have_critic(settings):
             continue
-        rows.append(f"| `{name}` | {_plain(_files(str(value)) if name in MAYBE_PATHS else value)} |")
+        rows.append(f"| `{name}` | {_escape_markdown(_public_names(str(value)) if name in MAYBE_PATHS else value)} |")
     return "\n".join(["| setting | value |", "|---|---|", *rows]) if rows else ""
 
 
@@ -305,7 +307,7 @@ def _may_have_critic(settings: Mapping[str, Any]) -> bool:
     return estimator == "gae" or ":" in f"{estimator}{settings.get('algorithm.extension')}"  # a user-defined one may
 
 
-def _plain(value: Any) -> str:
+def _escape_markdown(value: Any) -> str:
     """Escapes a value for a table or list: one line, no Markdown."""
     return re.sub(r"([|`*_<\[\]])", r"\\\1", " ".join(str(value).split()))
 

@@ -30,7 +30,7 @@ from jppo import settings
 from jppo.errors import UserError, escaped, expanded
 from jppo.settings import table
 from jppo.verl import names
-from jppo.verl.overrides import MAINS, OVERRIDE, TUNING, Script, main_of, read_script, started
+from jppo.verl.overrides import MAINS, OVERRIDE, TUNING, Script, find_trainer, main_of, read_script
 from jppo.verl.translate import PATHS, Translation, translate, translate_tuning
 
 BASE, TUNING_BASE = "configs/gsm8k.py", "configs/quickstart_sft.py"
@@ -45,7 +45,7 @@ LEFT_OUT = 3  # exit code
 
 
 def read_arguments(argv: list[str]) -> Script:
-    """Returns the trainer and its arguments that the command line names."""
+    """Reads the command line: a script, a list of arguments, or overrides; returns the trainer with its arguments."""
     if not argv:
         raise UserError(
             "nothing is given; name a script of verl's or its overrides, as in python -m jppo.from_verl run.sh"
@@ -57,20 +57,18 @@ def read_arguments(argv: list[str]) -> Script:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        why = e.strerror if isinstance(e, OSError) else "it is no text"
-        raise UserError(f"{argv[0]}: {why}; give a shell script that starts verl, or overrides KEY=VALUE") from e
-    if (listed := _listed(text)) is not None:
-        main, words = started(listed) or ("", tuple(listed))
+        reason = e.strerror if isinstance(e, OSError) else "it is no text"
+        raise UserError(f"{argv[0]}: {reason}; give a shell script that starts verl, or overrides KEY=VALUE") from e
+    if (arguments := _read_list(text)) is not None:
+        main, words = find_trainer(arguments) or ("", tuple(arguments))
         return Script(main, (*words, *argv[1:]), here, here, ())
     script = read_script(argv[0], argv[1:], os.environ)
-    behind = [word for word in argv[1:] if OVERRIDE.match(word)]
-    words = (
-        script.words if script.words[len(script.words) - len(behind) :] == tuple(behind) else (*script.words, *behind)
-    )
+    extra = [word for word in argv[1:] if OVERRIDE.match(word)]
+    words = script.words if script.words[len(script.words) - len(extra) :] == tuple(extra) else (*script.words, *extra)
     return dataclasses.replace(script, words=tuple(words))
 
 
-def _listed(text: str) -> list[str] | None:
+def _read_list(text: str) -> list[str] | None:
     """Returns the arguments that a file lists, by NUL as a stand-in writes them or as in a shell; None for a script."""
     if "\0" in text:
         return text.split("\0")[:-1]
@@ -83,38 +81,37 @@ def _listed(text: str) -> list[str] | None:
 
 def translated_command(script: Script) -> tuple[str, Translation]:
     """Returns jppo's command for a trainer of verl's, checked as a run does, and the account of its arguments."""
-    tunes = bool(script.main) and main_of(script.main) in TUNING
-    if script.main and not tunes and main_of(script.main) not in MAINS:
+    is_sft = bool(script.main) and main_of(script.main) in TUNING
+    if script.main and not is_sft and main_of(script.main) not in MAINS:
         raise UserError(
             f"{script.main}: not supported: another trainer than verl's PPO and fine-tuning; to translate what it"
             " shares with them, give its overrides alone"
         )
-    convert = translate_tuning if tunes else translate
-    words = (*script.launched, *script.words) if tunes else script.words
+    convert = translate_tuning if is_sft else translate
+    words = (*script.torchrun, *script.words) if is_sft else script.words
     translation = convert(words, main=script.main, root=script.root, folder=script.folder)
-    base = TUNING_BASE if tunes else BASE
+    base = TUNING_BASE if is_sft else BASE
     try:
-        changes = arguments(translation, base, settings.sft_default() if tunes else settings.default())
+        changes = command_arguments(translation, base, settings.sft_default() if is_sft else settings.default())
     except UserError as e:
         raise UserError(f"jppo refuses the settings: {e}; give verl's key with another value behind the file") from e
-    return jppo_command("jppo.sft" if tunes else "jppo.train", [f"--config={base}", *changes]), translation
+    return jppo_command("jppo.sft" if is_sft else "jppo.train", [f"--config={base}", *changes]), translation
 
 
-def arguments(translation: Translation, base: str, default: ConfigDict) -> list[str]:
-    """Returns a command's arguments: given overrides, and what differs from the defaults or the base; checks them."""
+def command_arguments(translation: Translation, base: str, default: ConfigDict) -> list[str]:
+    """Returns the arguments of jppo's command, checked: overrides, and settings that differ from defaults or base."""
     file = pathlib.Path(__file__).resolve().parents[1] / base
-    based = table.by_name(settings.parse([f"--config={file}"], "", default.copy_and_resolve_references())[0])
-    usual = table.by_name(default)
-    asked = {**usual, **{name: based[name] for name in PATHS if name in based}, **translation.settings}
-    kept = [
-        name for name in usual if name in translation.given or asked[name] != based[name] or asked[name] != usual[name]
-    ]
-    kept = [name for name in kept if name not in PATHS or name in translation.given]
-    out = [f"--config.{name}={asked[name]}" for name in kept]
-    config, _ = settings.parse([f"--config={file}", *out], "", default)
+    base_of = table.by_name(settings.parse([f"--config={file}"], "", default.copy_and_resolve_references())[0])
+    default_of = table.by_name(default)
+    paths = {name: base_of[name] for name in PATHS if name in base_of}
+    values, overridden = {**default_of, **paths, **translation.settings}, translation.overridden
+    changed = {name for name in default_of if not values[name] == base_of[name] == default_of[name]}
+    names = [name for name in default_of if name in overridden or (name in changed and name not in PATHS)]
+    changes = [f"--config.{name}={values[name]}" for name in names]
+    config, _ = settings.parse([f"--config={file}", *changes], "", default)
     settings.check(config)
     _check_model(config)
-    return out
+    return changes
 
 
 def _check_model(config: ConfigDict) -> None:
@@ -129,24 +126,24 @@ def _check_model(config: ConfigDict) -> None:
 
 
 def on_top(argv: list[str]) -> tuple[list[str], Translation]:
-    """Returns the arguments that overrides add to those of a jppo command, and their account."""
-    own = [word for word in argv if word.startswith(OWN)]
-    config, _ = settings.parse(own, "", settings.default())
-    translation = translate([word for word in argv if word not in own], table.by_name(config))
-    if unknown := [line.said for line in translation.lines if line.kind == "unknown"]:
+    """Translates overrides of verl behind a jppo command; returns the arguments that they add, and their account."""
+    own_arguments = [word for word in argv if word.startswith(OWN)]
+    config, _ = settings.parse(own_arguments, "", settings.default())
+    translation = translate([word for word in argv if word not in own_arguments], table.by_name(config))
+    if unknown := [line.text for line in translation.lines if line.kind == "unknown"]:
         raise UserError(f"{unknown[0]}: verl 0.9.1 has no such key; python -m jppo.from_verl --names lists them")
     return [f"--config.{name}={value}" for name, value in translation.settings.items()], translation
 
 
 def jppo_command(module: str, changes: Sequence[str]) -> str:
     """Formats the command, one setting per line."""
-    first, *rest = map(shlex.quote, changes)
-    return " \\\n    ".join([f"python -m {module} {first}", *rest])
+    first_setting, *other_settings = map(shlex.quote, changes)
+    return " \\\n    ".join([f"python -m {module} {first_setting}", *other_settings])
 
 
 def left_out(translation: Translation, notes: Sequence[str]) -> list[str]:
     """Returns a line for each setting that is left out and changes results or the use of hardware."""
-    return [*notes, *(f"{line.said}: {line.why}" for line in translation.lines if line.kind in ("missing", "unknown"))]
+    return [*notes, *(f"{line.text}: {line.why}" for line in translation.lines if line.kind in ("missing", "unknown"))]
 
 
 def override_lines(translation: Translation) -> Iterator[str]:
@@ -156,26 +153,25 @@ def override_lines(translation: Translation) -> Iterator[str]:
         if lines:
             yield f"\n{title} ({len(lines)}):"
         for line in lines:
-            yield f"  {line.said}{' -> ' if kind == 'same' else ': '}{line.why}"
+            yield f"  {line.text}{' -> ' if kind == 'same' else ': '}{line.why}"
     if translation.notes:
         yield "\nto know:"
         yield from (f"  {note}" for note in translation.notes)
 
 
-def commented(lines: Iterator[str]) -> str:
-    """Formats each line as a shell comment."""
+def comment_out(lines: Iterator[str]) -> str:
     return "\n".join(f"# {part}".rstrip() if part else "" for line in lines for part in line.split("\n"))
 
 
 def output_of(script: Script) -> tuple[str, list[str]]:
     """Returns the command with the account of its arguments, and the lines of what is left out."""
     command, translation = translated_command(script)
-    return f"{command}\n{commented(override_lines(translation))}", left_out(translation, script.notes)
+    return f"{command}\n{comment_out(override_lines(translation))}", left_out(translation, script.notes)
 
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> Any:
-    """Runs the command line."""
+    """Translates a script, or overrides behind jppo's own arguments, and prints jppo's command."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print(__doc__)
@@ -185,13 +181,13 @@ def main(argv: list[str] | None = None) -> Any:
         return
     if any(word.startswith(OWN) for word in argv):
         changes, translation = on_top(argv)
-        out, lacking = "\n".join([*changes, commented(override_lines(translation))]), left_out(translation, ())
+        output, missing = "\n".join([*changes, comment_out(override_lines(translation))]), left_out(translation, ())
     else:
-        out, lacking = output_of(read_arguments(argv))
-    for line in lacking:
+        output, missing = output_of(read_arguments(argv))
+    for line in missing:
         print(escaped(f"left out: {line}").replace("\n", "\\n"), file=sys.stderr)
-    print(escaped(out))
-    if lacking:
+    print(escaped(output))
+    if missing:
         sys.exit(LEFT_OUT)
 
 

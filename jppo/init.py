@@ -33,11 +33,11 @@ from jppo.settings import Parser, Settings
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")  # names of the column, tried in turn
 # Columns that may have the ground truth of a custom reward function, tried in order.
-TRUTHS = ("answer", "solution", "expected", "label", "target", "output", "response", "completion")
+TRUTH_COLUMNS = ("answer", "solution", "expected", "label", "target", "output", "response", "completion")
 SECTIONS = ("model", "data", "reward", "algorithm", "actor", "critic", "rollout", "trainer")  # in the file's order
 STEPS = 100
 GROUP = 8  # responses to a prompt, for GRPO
-LEAST = 32  # tokens; shorter answers in the data do not tell how long responses will be
+MIN_MEASURED = 32  # tokens; shorter answers in the data do not tell how long responses will be
 TEMPLATE = "prompts are text, to which the chat template is not applied"
 SERVED_HEAD = 32  # least head size that vLLM serves on a CPU
 # Up to so many parameters: learning rates of policy and critic, which were measured on models of this size.
@@ -54,7 +54,7 @@ class Proposal:
 
 
 def prompt_column(rows: Sequence[Row]) -> str:
-    """Returns the column that has the prompts."""
+    """Returns the column that has the prompts; UserError if none has a usual name."""
     names = set.intersection(*(set(row.columns) for row in rows))
     column = next((name for name in PROMPTS if name in names), None)
     if column is None:
@@ -66,14 +66,14 @@ def prompt_column(rows: Sequence[Row]) -> str:
 
 
 def truth_column(rows: Sequence[Row]) -> str:
-    """Returns the column with the ground truth if its name is neither jppo's nor verl's, otherwise ''."""
+    """Returns the column with the ground truth, if it needs to be named in the config; otherwise ''."""
     if any(row.columns.get(name) is not None for row in rows for name in ("ground_truth", "reward_model")):
         return ""
-    return next((name for name in TRUTHS if all(name in row.columns for row in rows)), "")
+    return next((name for name in TRUTH_COLUMNS if all(name in row.columns for row in rows)), "")
 
 
 def data_choices(files: str, val: str, rows: Sequence[Row], reward: str) -> Iterator[Proposal]:
-    """Yields what the data decides alone."""
+    """Yields the settings that follow from the data: files, columns, reward."""
     yield Proposal("data.train_files", files, f"{len(rows)} rows")
     if val:
         yield Proposal("data.val_files", val, "test prompts")
@@ -114,7 +114,7 @@ def size_choices(count: int, backend: str, parameters: float, algorithm: str) ->
     batch = min((32 if backend == "cpu" else 256) // group, 1 << (count.bit_length() - 1))
     epochs, responses = -(-STEPS // (count // batch)), batch * group
     mini = max(1, responses // 4)
-    actor, critic = next((actor, critic) for most, actor, critic in RATES if parameters <= most)
+    actor, critic = next((actor, critic) for max_parameters, actor, critic in RATES if parameters <= max_parameters)
     if algorithm == "grpo":
         yield Proposal("algorithm.adv_estimator", "grpo", "compares the responses to a prompt; there is no critic")
         yield Proposal("rollout.n", group, "responses to each prompt")
@@ -131,7 +131,7 @@ def size_choices(count: int, backend: str, parameters: float, algorithm: str) ->
 
 
 def machine_choices(backend: str, cfg: ModelConfig) -> Iterator[Proposal]:
-    """Yields what the machine decides."""
+    """Yields the engine and the settings that depend on devices and installed vLLM."""
     try:
         build = "" if backend == "tpu" else check_vllm("")
     except UserError:
@@ -153,32 +153,32 @@ def machine_choices(backend: str, cfg: ModelConfig) -> Iterator[Proposal]:
 
 
 def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str) -> Iterator[Proposal]:
-    """Yields the longest prompt and response, from the data; together within the model's `limit`."""
+    """Yields the lengths of prompts and responses, from the data and within the model's `limit`."""
     longest = max(len(prompt.ids) for prompt in inputs.train.prompts)
     answers = [row.columns[name] for row in rows for name in SOLUTIONS if isinstance(row.columns.get(name), str)]
     response, reason = (64 if backend == "cpu" else 512), "a guess: the data has no worked solutions to measure"
     if answers:
         counts = sorted(map(len, inputs.tokenizer(answers, verbose=False)["input_ids"]))
-        measured = _up(counts[-1 - len(counts) // 100] * 3 // 2)
-        if measured >= LEAST:
-            response, reason = measured, "one and a half of the rows' own answers"
+        from_answers = _round_up(counts[-1 - len(counts) // 100] * 3 // 2)
+        if from_answers >= MIN_MEASURED:
+            response, reason = from_answers, "one and a half of the rows' own answers"
         else:
             reason = f"a guess: the rows' own answers are short, with up to {counts[-1]}, and a model may write more"
-    prompt = min(_up(longest), max(limit // 2, limit - response))
+    prompt = min(_round_up(longest), max(limit // 2, limit - response))
     if response > limit - prompt:
         response, reason = limit - prompt, f"what the model's {limit} positions leave"
-    plain = inputs.tokenizer.chat_template and isinstance(inputs.train.prompts[0].messages, str)
-    note = f"; {TEMPLATE}" if plain else ""
+    is_plain_text = inputs.tokenizer.chat_template and isinstance(inputs.train.prompts[0].messages, str)
+    note = f"; {TEMPLATE}" if is_plain_text else ""
     yield Proposal("data.max_prompt_length", prompt, f"tokens; the longest prompt has {longest}{note}")
     yield Proposal("data.max_response_length", response, f"tokens; {reason}")
 
 
-def _up(tokens: int) -> int:
+def _round_up(tokens: int) -> int:
     return max(8, -(-tokens // 8) * 8)
 
 
 def render(choices: Sequence[Proposal], title: str, out: pathlib.Path) -> str:
-    """Returns the config as a Python file."""
+    """Formats the config as a Python file with a comment on each setting."""
     lines = [
         f'"""{title}; written by jppo.init, to be changed as you like.',
         "",
@@ -200,30 +200,30 @@ def render(choices: Sequence[Proposal], title: str, out: pathlib.Path) -> str:
     return "\n".join([*lines, "    return config.lock()", ""])
 
 
-def _typed(choices: Sequence[Proposal]) -> Settings:
-    """Returns the settings that the choices make, checked."""
+def _make_settings(choices: Sequence[Proposal]) -> Settings:
+    """Returns the checked settings that the proposals make."""
     config = settings.default()
     config.update_from_flattened_dict({proposal.name: proposal.value for proposal in choices})
     c: Settings = settings.typed(config)
     return c
 
 
-def _choose(files: str, val: str, model: str, reward: str, algorithm: str) -> list[Proposal]:
-    """Returns the settings of a run; UserError where data, model or reward cannot be used."""
+def _choose_settings(files: str, val: str, model: str, reward: str, algorithm: str) -> list[Proposal]:
+    """Proposes the settings of a run; UserError where data, model or reward cannot be used."""
     rows = [row for source in read_sources(files, "DATA") for row in source.rows]
     _, cfg = hf.read_config(model, longest=1)
     backend, limit = jax.default_backend(), cfg.max_position_embeddings
-    parameters = memory.served(cfg, "float32") / 4
-    known = [
+    parameters = memory.engine_bytes(cfg, "float32") / 4
+    proposals = [
         Proposal("model.path", model, f"{cfg.family}, {parameters / 1e6:.3g}M parameters"),
         *data_choices(files, val, rows, reward),
         *machine_choices(backend, cfg),
         Proposal("trainer.run_dir", free_folder(files), "everything that the run writes; a run here is resumed"),
     ]
-    inputs = read_inputs(_typed([*known, *loosest(limit)]))
+    inputs = read_inputs(_make_settings([*proposals, *loosest_sizes(limit)]))
     sizes = size_choices(len(inputs.train.prompts), backend, parameters, algorithm)
-    choices = [*known, *length_choices(inputs, rows, limit, backend), *sizes]
-    c = _typed(choices)
+    choices = [*proposals, *length_choices(inputs, rows, limit, backend), *sizes]
+    c = _make_settings(choices)
     read_inputs(c)
     if reward:
         pool = Pool(1, timeout_s=c.reward.timeout_s, memory_bytes=c.reward.memory_bytes)
@@ -234,8 +234,8 @@ def _choose(files: str, val: str, model: str, reward: str, algorithm: str) -> li
     return choices
 
 
-def loosest(limit: int) -> list[Proposal]:
-    """Returns lengths and sizes with which every prompt that the model can read is read, to be measured."""
+def loosest_sizes(limit: int) -> list[Proposal]:
+    """Returns lengths and sizes by which every prompt that the model can read is read, to be measured."""
     sizes = {"data.max_prompt_length": limit - 1, "data.max_response_length": 1, "actor.max_tokens_per_device": limit}
     sizes |= {"data.train_batch_size": 1, "actor.ppo_mini_batch_size": 1}
     return [Proposal(name, value, "") for name, value in sizes.items()]
@@ -243,7 +243,7 @@ def loosest(limit: int) -> list[Proposal]:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Writes a config for the data, model and reward, and prints the next commands."""
     parser = Parser("jppo.init", __doc__)
     parser.add_argument("data", help="parquet, jsonl, json or hub:NAME/SPLIT; several separated by commas")
     parser.add_argument("--val", default="", help="test prompts, in the same forms; default: prompts of the data")
@@ -255,7 +255,7 @@ def main(argv: list[str] | None = None) -> None:
     out = expanded(args.out)
     if out.exists():
         raise UserError(f"--out={out} is there already; remove it, or name another file")
-    choices = _choose(args.data, args.val, args.model, args.reward, args.algorithm)
+    choices = _choose_settings(args.data, args.val, args.model, args.reward, args.algorithm)
     text = render(choices, f"{args.algorithm.upper()} on {args.data}", out)
     try:
         out.write_text(text, encoding="utf-8")

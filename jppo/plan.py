@@ -26,14 +26,14 @@ from jppo.learner.make import make_mesh
 from jppo.learner.sharding import AXES
 from jppo.models.config import Experts
 from jppo.preflight import memory_budget, preview
-from jppo.preflight.preview import DryRun
 from jppo.preflight.programs import NOTE, Estimate, Outlook, make_outlook, report_dict
+from jppo.preflight.request import DryRun
 from jppo.rollout.make import with_servers
 from jppo.run.inputs import Inputs, read_inputs
 from jppo.settings import Settings
 
 PACKING = ("buckets", "segments")
-HEAD = f"{'s a step':>9}  {'peak GiB':>8}  {'':<12}  {'slowest stage, bound by':<26}  settings"
+HEADING = f"{'s a step':>9}  {'peak GiB':>8}  {'':<12}  {'slowest stage, bound by':<26}  settings"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,21 +65,22 @@ class Candidate:
 
 
 def search(
-    c: Settings, inputs: Inputs, machine: Machine, *, rate: float, say: Callable[[str], None]
+    c: Settings, inputs: Inputs, machine: Machine, *, rate: float, report: Callable[[str], None]
 ) -> list[Candidate]:
-    """Returns all candidates, the best first; `say` receives each."""
+    """Tries meshes, then recomputation, tokens, packing and offload; returns all candidates, the best first."""
     devices = compilers.devices_of(machine)
     tried: dict[str, Candidate] = {}
 
     def attempt(changes: dict[str, Any]) -> None:
         if str(changes) not in tried:
             candidate = tried[str(changes)] = try_settings(c, changes, inputs, machine, devices, rate)
-            say(candidate_line(candidate))
+            report(candidate_line(candidate))
 
     def best() -> Candidate:
         return min(tried.values(), key=lambda candidate: candidate.rank)
 
     def repair(start: dict[str, Any], *, offload: bool) -> None:
+        """Tries changes that need less memory, one after another, until the settings fit."""
         for changes in memory_budget.remedies(settings.changed(c, start)):
             if offload or not any(name.endswith("offload") for name in changes):
                 attempt(start | changes)
@@ -87,12 +88,12 @@ def search(
                     return
 
     attempt({})
-    for mesh in meshes(machine, inputs.policy.experts):
+    for mesh in candidate_meshes(machine, inputs.policy.experts):
         attempt({} if _mesh_of(c, machine.devices) == mesh else mesh)
     fastest = min(tried.values(), key=lambda candidate: candidate.rank[1:])
     if not fastest.fits and fastest.outlook is not None:
         repair(fastest.changes, offload=False)
-    for group in (_remat, _tokens, _packing):
+    for group in (_other_remats, _other_tokens, _other_packings):
         for change in group(settings.changed(c, best().changes), machine):
             attempt(best().changes | change)
     if not best().fits:
@@ -103,27 +104,24 @@ def search(
 def try_settings(
     c: Settings, changes: dict[str, Any], inputs: Inputs, machine: Machine, devices: list[Any], rate: float
 ) -> Candidate:
-    """Compiles all programs with these settings."""
-    other = settings.changed(c, changes)
+    """Compiles all programs of the run with these changes for the machine, and forecasts a step."""
+    changed = settings.changed(c, changes)
     try:
-        settings.check(other)
-        mesh = make_mesh(other, devices)
-        other = with_servers(other, mesh)
-        _, work, estimate = preview.derive_sizes(other, inputs, mesh)
+        settings.check(changed)
+        mesh = make_mesh(changed, devices)
+        changed = with_servers(changed, mesh)
+        _, work, estimate = preview.derive_sizes(changed, inputs, mesh)
     except UserError as e:
         return Candidate(changes, reason=str(e))
     if estimate.refused:
         account = estimate.refused[0].account
         return Candidate(changes, estimate, reason=str(account and account.error))
-    fits = memory_budget.estimate_fits(other, machine, estimate)
+    fits = memory_budget.estimate_fits(changed, machine, estimate)
     return Candidate(changes, estimate, make_outlook(estimate, machine, mesh, work.executions(estimate), rate), fits)
 
 
-def meshes(machine: Machine, experts: Experts | None) -> Iterator[dict[str, int]]:
-    """Yields candidate meshes: parameters over all devices or a group, and two, four or eight devices a row.
-
-    And as many over which a mixture's experts are sharded.
-    """
+def candidate_meshes(machine: Machine, experts: Experts | None) -> Iterator[dict[str, int]]:
+    """Yields meshes to try: parameters over all devices or a group, and rows or experts over two, four or eight."""
     n, each = machine.devices, machine.each
     shapes = [(1, n, 1, 1, 1)]
     shapes += [(machine.groups, each, 1, 1, 1)] if machine.groups > 1 else []
@@ -137,24 +135,26 @@ def meshes(machine: Machine, experts: Experts | None) -> Iterator[dict[str, int]
 
 
 def _mesh_of(c: Settings, devices: int) -> dict[str, int]:
-    """Returns the config's mesh, without -1; {} if it does not fit."""
+    """Returns the sizes of the config's mesh, with the devices that are left in place of -1."""
     sizes = {f"mesh.{axis}": int(getattr(c.mesh, axis)) for axis in AXES}
-    known = math.prod(size for size in sizes.values() if size > 0)
-    return {name: devices // known if size == -1 else size for name, size in sizes.items()}
+    product = math.prod(size for size in sizes.values() if size > 0)
+    return {name: devices // product if size == -1 else size for name, size in sizes.items()}
 
 
-def _remat(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
+def _other_remats(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
+    """Yields the other values of model.remat to try."""
     yield from ({"model.remat": remat} for remat in memory_budget.REMATS if remat != c.model.remat)
 
 
-def _tokens(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
+def _other_tokens(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
+    """Yields other micro-batch sizes to try: twice and half the tokens per device, if a row fits."""
     longest = c.data.max_prompt_length + c.data.max_response_length
     for tokens in (c.actor.max_tokens_per_device * 2, c.actor.max_tokens_per_device // 2):
         if tokens >= longest:
             yield {"actor.max_tokens_per_device": tokens}
 
 
-def _packing(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
+def _other_packings(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
     yield from ({"data.packing": packing} for packing in PACKING if packing != c.data.packing)
 
 
@@ -168,38 +168,38 @@ def candidate_line(candidate: Candidate) -> str:
 
 
 def candidate_dict(candidate: Candidate) -> dict[str, Any]:
-    """Returns a candidate for JSON."""
+    """Returns a candidate as JSON types."""
     report = report_dict(candidate.estimate, candidate.outlook) if candidate.estimate is not None else {}
     return dict(changes=candidate.changes, fits=candidate.fits, reason=candidate.reason, **report)
 
 
 def without_options(argv: Sequence[str], names: Collection[str]) -> Iterator[str]:
     """Yields the words of a command line without these options and their values, NAME=VALUE or NAME VALUE."""
-    expects = False  # a value: the last word was one of the options, without one
+    expects_value = False  # a value: the last word was one of the options, without one
     for word in argv:
         name, equals, _ = word.partition("=")
-        value, expects = expects and not word.startswith("--"), name in names and not equals
-        if not value and name not in names:
+        is_value, expects_value = expects_value and not word.startswith("--"), name in names and not equals
+        if not is_value and name not in names:
             yield word
 
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Searches the fastest settings for --machine and prints all that were tried, the best first."""
     argv = sys.argv[1:] if argv is None else argv
     config, switches = settings.parse(argv, __doc__ or "", settings.default(), describes=True)
     c = memory_budget.first_candidate(settings.typed(config, Settings))
     if not switches["machine"]:
-        raise UserError(f"--machine is not given; name one, as in --machine=8xH100: {machines.known()}")
+        raise UserError(f"--machine is not given; name one, as in --machine=8xH100: {machines.known_names()}")
     machine = machines.parse_machine(switches["machine"])
-    if not compilers.present(machine):
+    if not compilers.is_present(machine):
         compilers.rerun(machine, "jppo.plan", argv)
-    began, rate = time.monotonic(), switches["rollout_tokens_per_s"]
-    print(f"{machine}\n{HEAD}", flush=True)
+    start, rate = time.monotonic(), switches["rollout_tokens_per_s"]
+    print(f"{machine}\n{HEADING}", flush=True)
     inputs = read_inputs(c, weights=False)
-    candidates = search(c, inputs, machine, rate=rate, say=lambda line: print(line, file=sys.stderr, flush=True))
+    candidates = search(c, inputs, machine, rate=rate, report=lambda line: print(line, file=sys.stderr, flush=True))
     print("\n".join(map(candidate_line, candidates)))
-    print(f"{len(candidates)} settings compiled in {time.monotonic() - began:.0f} s; {NOTE}")
+    print(f"{len(candidates)} settings compiled in {time.monotonic() - start:.0f} s; {NOTE}")
     DryRun(machine, switches["json"]).write(
         {"machine": machine.name, "candidates": list(map(candidate_dict, candidates))}
     )
@@ -209,8 +209,8 @@ def main(argv: list[str] | None = None) -> None:
             f"{machine.name}: none of {len(candidates)} settings fits a device of {machine.chip.memory / GIB:.1f} GiB;"
             " take more or larger devices, or train adapters by model.lora_rank"
         )
-    ours = {"--machine", "--json", "--rollout_tokens_per_s"} | {f"--config.{name}" for name in best.changes}
-    words = [*map(shlex.quote, without_options(argv, ours)), *memory_budget.as_arguments(best.changes).split()]
+    plan_options = {"--machine", "--json", "--rollout_tokens_per_s"} | {f"--config.{name}" for name in best.changes}
+    words = [*map(shlex.quote, without_options(argv, plan_options)), *memory_budget.as_arguments(best.changes).split()]
     print(f"best: python -m jppo.train {' '.join(words)}")
 
 

@@ -20,7 +20,7 @@ FILES = 1 << 16  # open ones that are allowed at most: each request in flight ha
 
 
 def correct_sums() -> None:
-    """Switches off the fused sums of jaxlib 0.10.2 on CPUs, which are wrong from 32,769 rows on (jax issue 39103).
+    """Switches off fused sums of jaxlib 0.10.2 on CPUs, which are wrong from 32,769 rows on (jax issue 39103).
 
     XLA reads its flags once, when JAX starts: in a process that has used a device, this has no effect.
     """
@@ -33,20 +33,14 @@ correct_sums()
 
 
 def keep_programs(folder: str) -> None:
-    """Keeps compiled programs in `folder` for later runs; '' disables the cache.
-
-    JAX_COMPILATION_CACHE_DIR takes precedence.
-    """
+    """Caches compiled programs in `folder`, '' for none, unless JAX_COMPILATION_CACHE_DIR names another one."""
     if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(expanded(folder)))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def prepare_process(platform: str, compile_cache: str, compute_dtype: str) -> None:
-    """Sets what programs need on a mesh of this platform, which may be a described machine's.
-
-    `compile_cache` is the folder of `keep_programs`.
-    """
+    """Sets the compilation cache and the precision of products, for a mesh of this platform."""
     if platform == jax.default_backend():
         keep_programs(compile_cache)
     if platform != "cpu" and compute_dtype == "float32":
@@ -55,7 +49,7 @@ def prepare_process(platform: str, compile_cache: str, compute_dtype: str) -> No
 
 
 def share_gpu(servers_share: float, *, sleeping: bool) -> None:
-    """Leaves the servers' share of a GPU, 0.0 without any on it, to them: JAX would preallocate three quarters of it.
+    """Sets JAX's share of a GPU's memory, so that servers get theirs: JAX would preallocate three quarters of it.
 
     With sleeping servers, JAX frees each array's memory at once, so that the servers can wake.
     """
@@ -75,11 +69,11 @@ def trainer_share(servers_share: float, *, sleeping: bool) -> float:
 def servers_apart(devices: str) -> bool:
     """Whether these GPUs, the servers', are disjoint from CUDA_VISIBLE_DEVICES."""
 
-    def numbers(text: str) -> set[str]:
+    def split_numbers(text: str) -> set[str]:
         return {number.strip() for number in text.split(",") if number.strip()}
 
-    theirs, ours = numbers(devices), numbers(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    return bool(theirs and ours) and not theirs & ours
+    server_gpus, trainer_gpus = split_numbers(devices), split_numbers(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return bool(server_gpus and trainer_gpus) and not server_gpus & trainer_gpus
 
 
 def take_little() -> None:
@@ -90,9 +84,9 @@ def take_little() -> None:
 def allow_files() -> int:
     """Raises the limit of open files, often 1024, as far as the system allows and up to `FILES`; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    target = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return FILES if soft == resource.RLIM_INFINITY else soft

@@ -33,7 +33,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     @functools.cached_property
     def own(self) -> dict[str, T]:
-        """Returns jppo's own parts."""
+        """Returns jppo's own parts by name, imported on first use."""
         if isinstance(self._own, dict):
             return self._own
         module, _, name = self._own.partition(":")
@@ -61,108 +61,110 @@ class Registry(Mapping[str, T], Generic[T]):
         return part
 
     def find(self, spec: str, setting: str) -> T:
-        """Returns the part named `spec`; raises a UserError that begins with the setting."""
+        """Returns the part that `spec` names, also a user's; raises a UserError that begins with the setting."""
         if spec in self:
             return self[spec]
-        if ":" not in spec and (known := ", ".join(map(repr, self))):
+        if ":" not in spec and (known_names := ", ".join(map(repr, self))):
             raise UserError(
-                f"{setting}={spec!r} is not known; it is one of {known}, or PATH.py:NAME, or MODULE:NAME"
+                f"{setting}={spec!r} is not known; it is one of {known_names}, or PATH.py:NAME, or MODULE:NAME"
                 f"{did_you_mean(spec, self)}"
             )
         part: T = resolve(spec, setting)
         return part
 
     def make(self, spec: str, setting: str, *arguments: object, **options: object) -> object:
-        """Calls the part named `spec` with what parts of the kind get: the settings and more, or options."""
+        """Calls the part that `spec` names and checks the type of its result; UserError if the part raises."""
         part = self.find(spec, setting)
         assert callable(part)
         try:
-            made = part(*arguments, **options)
+            result = part(*arguments, **options)
         except UserError:
             raise
         except Exception as e:  # a user's function may raise anything
-            given = "settings" if arguments else "options"
+            argument_kind = "settings" if arguments else "options"
             raise UserError(
-                f"{setting}={spec!r}: {spec} raises {said(e)} when called with the {given}; correct it"
+                f"{setting}={spec!r}: {spec} raises {explain(e)} when called with the {argument_kind}; correct it"
             ) from e
-        if self.returns and not isinstance(made, resolve(self.returns, setting)):
-            wanted = self.returns.replace(":", ".")
-            raise UserError(f"{setting}={spec!r}: {spec} returns {type(made).__name__}; it must return a {wanted}")
-        return made
+        if self.returns and not isinstance(result, resolve(self.returns, setting)):
+            required = self.returns.replace(":", ".")
+            raise UserError(f"{setting}={spec!r}: {spec} returns {type(result).__name__}; it must return a {required}")
+        return result
 
 
-def did_you_mean(word: str, known: Collection[str]) -> str:
+def did_you_mean(word: str, names: Collection[str]) -> str:
     """Returns the end of an error about an unknown word: the nearest known one, or nothing."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def resolve(spec: str, setting: str) -> Any:
-    """Imports the callable 'path.py:name' or 'module:name'; raises a UserError that begins with `setting`."""
-    place, colon, name = spec.rpartition(":")
-    said_as = f"{setting}={spec!r}"
-    by_path = place.endswith(".py")
-    if not (colon and name and (by_path or all(part.isidentifier() for part in place.split(".")))):
-        raise UserError(f"{said_as} must be PATH.py:NAME or MODULE:NAME, as in parts.py:Part or mypackage.parts:Part")
-    module = user_module(expanded(place), said_as) if by_path else _import(place, said_as)
+    """Imports a user's callable 'path.py:name' or 'module:name'; raises a UserError that begins with `setting`."""
+    module_name, colon, name = spec.rpartition(":")
+    label = f"{setting}={spec!r}"
+    by_path = module_name.endswith(".py")
+    if not (colon and name and (by_path or all(part.isidentifier() for part in module_name.split(".")))):
+        raise UserError(f"{label} must be PATH.py:NAME or MODULE:NAME, as in parts.py:Part or mypackage.parts:Part")
+    module = user_module(expanded(module_name), label) if by_path else _import_module(module_name, label)
     attribute = getattr(module, name, None)
     if attribute is None:
-        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        own = [key for key in there if getattr(getattr(module, key), "__module__", "") == module.__name__]
-        raise _undefined(f"{said_as}: {place}", name, own)
+        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        own_callables = [key for key in callables if getattr(getattr(module, key), "__module__", "") == module.__name__]
+        raise _undefined_error(f"{label}: {module_name}", name, own_callables)
     if not callable(attribute):
-        raise UserError(f"{said_as}: {name!r} is of type {type(attribute).__name__}; it must be a function or a class")
+        raise UserError(f"{label}: {name!r} is of type {type(attribute).__name__}; it must be a function or a class")
     return attribute
 
 
-def user_module(path: pathlib.Path, said_as: str) -> ModuleType:
-    """Imports the user's file (`user_files.py`). `said_as` begins the error."""
+def user_module(path: pathlib.Path, label: str) -> ModuleType:
+    """Imports the user's file (`user_files.py`); `label` begins the error."""
     if not path.is_file():
-        raise UserError(f"{said_as}: no file {path}; give the path of a Python file")
+        raise UserError(f"{label}: no file {path}; give the path of a Python file")
     try:
         return user_files.load(path)
     except (Exception, SystemExit) as e:  # a user's file may raise anything
-        raise UserError(f"{said_as}: {path} cannot be run ({said(e)}); correct the file") from e
+        raise UserError(f"{label}: {path} cannot be run ({explain(e)}); correct the file") from e
 
 
-def read_source(path: pathlib.Path, said_as: str) -> str:
-    """Returns the text of the user's file, decoded as Python does; raises a UserError that begins with `said_as`."""
+def read_source(path: pathlib.Path, label: str) -> str:
+    """Returns the text of the user's file, decoded as Python does; raises a UserError that begins with `label`."""
     try:
         return importlib.util.decode_source(path.read_bytes())
     except (OSError, ValueError, SyntaxError) as e:  # the last two: of its encoding
-        why = "there is no such file" if isinstance(e, FileNotFoundError) else f"the file cannot be read: {e}"
-        raise UserError(f"{said_as}: {why} ({path}); give the path of a Python file") from e
+        reason = "there is no such file" if isinstance(e, FileNotFoundError) else f"the file cannot be read: {e}"
+        raise UserError(f"{label}: {reason} ({path}); give the path of a Python file") from e
 
 
-def require_name(text: str, path: pathlib.Path, name: str, said_as: str) -> None:
+def require_name(text: str, path: pathlib.Path, name: str, label: str) -> None:
     """Raises a UserError if the user's file, with this text, cannot define the name; does not run it."""
     try:
-        there = user_files.names_in(text, str(path))
+        names = user_files.names_in(text, str(path))
     except (SyntaxError, ValueError) as e:  # ValueError: a NUL byte
-        raise UserError(f"{said_as}: {path} cannot be run ({said(e)}); correct the file") from e
-    if there is not None and name not in there:
-        raise _undefined(f"{said_as}: {path}", name, there)
+        raise UserError(f"{label}: {path} cannot be run ({explain(e)}); correct the file") from e
+    if names is not None and name not in names:
+        raise _undefined_error(f"{label}: {path}", name, names)
 
 
-def _undefined(said_as: str, name: str, there: list[str]) -> UserError:
-    has = ", ".join(known for known in there if not known.startswith("_")) or "none"
-    return UserError(f"{said_as} defines no {name!r}; it has {has}{did_you_mean(name, there)}")
+def _undefined_error(label: str, name: str, names: list[str]) -> UserError:
+    """Returns the error for a name that the user's file or module does not define."""
+    has = ", ".join(known for known in names if not known.startswith("_")) or "none"
+    return UserError(f"{label} defines no {name!r}; it has {has}{did_you_mean(name, names)}")
 
 
-def _import(name: str, said_as: str) -> ModuleType:
+def _import_module(name: str, label: str) -> ModuleType:
+    """Imports a module by name; UserError if it raises."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as e:  # a user's module may raise anything
-        raise UserError(f"{said_as}: the module {name} cannot be imported ({said(e)}); install or correct it") from e
+        raise UserError(f"{label}: the module {name} cannot be imported ({explain(e)}); install or correct it") from e
 
 
-def said(error: BaseException) -> str:
-    """Returns the error's type and the first line of its message."""
+def explain(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its message, for errors about users' code."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
 def at_line(error: BaseException) -> str:
     """Returns the line of a user's file at which the error was raised, as the end of an error; '' outside of one."""
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    users = [f"{file}:{line}" for file, line in lines if user_files.has_run(file)]
-    return f" ({users[-1]})" if users else ""
+    user_lines = [f"{file}:{line}" for file, line in lines if user_files.has_run(file)]
+    return f" ({user_lines[-1]})" if user_lines else ""

@@ -22,22 +22,23 @@ from jppo.learner.make import make_adapters, make_decoder, plan_rows
 from jppo.learner.trainable import CompiledLoss
 from jppo.models import hf, hf_write
 from jppo.models.config import pad_vocab
-from jppo.preflight import preview
-from jppo.preflight.preview import DryRun, memory_explained
+from jppo.preflight.request import HERE, DryRun
 from jppo.rewards.classifier import without_padding
 from jppo.rewards.model import Texts
 from jppo.rewards.parts import Sample
 from jppo.run import pairs
-from jppo.run.inputs import read_tokenizer, total_steps
-from jppo.run.start import run_training
+from jppo.run.command import run_training
+from jppo.run.loop import total_steps
+from jppo.run.out_of_memory import memory_explained
+from jppo.run.tokenizer import read_tokenizer
 from jppo.runlog.console import REWARD_MODEL_COLUMNS
 from jppo.settings import PairTraining
 from jppo.types import Prompt, Trajectory, given_text
 
 
-def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
-    """Reads the pairs and the model config."""
-    written, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
+def prepare(c: PairTraining, request: DryRun = HERE) -> pairs.PairTask:
+    """Reads the pairs and the model config, and makes the loss of a reward model."""
+    config_dict, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     if c.model.init == "pretrained" and request.machine is None:
         hf.check_weights(c.model.path, cfg, head="value")
     tokenizer = read_tokenizer(c, cfg)
@@ -45,7 +46,7 @@ def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
     training, held_out = pairs.read_pair_sets(
         c,
         tokenizer,
-        encode=make_encode(tokenizer, (written | changes).get("pad_token_id")),
+        encode=make_encode(tokenizer, (config_dict | changes).get("pad_token_id")),
         margin=c.loss.margin,
         margin_column=c.loss.margin_column,
     )
@@ -83,7 +84,7 @@ def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
 
 
 def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
-    """Tokenizes prompt and response as a PPO run's reward model reads them, without truncation."""
+    """Makes the function that tokenises prompt and response as a PPO run's reward model reads them."""
     texts = Texts(tokenizer, max_length=sys.maxsize)
     nothing = np.zeros(0, np.int32)
 
@@ -95,18 +96,18 @@ def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
 
 
 def train(config: PairTraining | ConfigDict) -> None:
-    """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
+    """Trains a reward model on all pairs, or resumes, tests on held-out pairs, and writes the model."""
     c = settings.typed(config, PairTraining)
     with memory_explained(c):
-        pairs.train_on_pairs(c, prepare, REWARD_MODEL_COLUMNS, given)
+        pairs.train_on_pairs(c, prepare, REWARD_MODEL_COLUMNS, loss_inputs)
 
 
-def given(_: pairs.PairTask, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray]:
-    """Returns the margins of these pairs."""
-    return (pairs.margins([of.pairs[i] for i in which]),)
+def loss_inputs(_: pairs.PairTask, pair_set: PairSet, indices: Sequence[int]) -> tuple[np.ndarray]:
+    """Returns what the loss needs besides the scores: the margins of these pairs."""
+    return (pairs.margins([pair_set.pairs[i] for i in indices]),)
 
 
-def dry_run(c: PairTraining, request: DryRun = preview.HERE) -> str:
+def dry_run(c: PairTraining, request: DryRun = HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
     return pairs.dry_run_of_pairs(c, request, prepare)
 
@@ -122,7 +123,7 @@ def as_trajectory(ids: np.ndarray, _: int = 0) -> Trajectory:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Trains a reward model on preference pairs, or prints its dry run."""
     run_training(argv, "jppo.reward_model", __doc__, PairTraining, dry_run=dry_run, train=train)
 
 

@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator
 from jppo import child_process, settings
 from jppo.errors import UserError
 from jppo.models import hf
-from jppo.rollout.make import server_settings
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.launch import die_with_parent
+from jppo.rollout.servers.make import server_settings
 from jppo.rollout.servers.member import HOST
 from jppo.rollout.vllm import arguments
 from jppo.runlog import durable_files
@@ -38,7 +38,7 @@ POLL_S = 0.5
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Starts one vLLM server by the training's config, and exits with its code."""
     parser = settings.Parser("jppo.serve", __doc__)
     parser.add_argument("--host", default=HOST, help="the address to listen on")
     parser.add_argument("--listed", type=pathlib.Path, help="the file of addresses")
@@ -56,15 +56,15 @@ def main(argv: list[str] | None = None) -> None:
     arguments.require_served(server, build)
     path = str(hf.resolve_directory(c.model.path, weights=False))
     model = ["--model", path, *arguments.model_options(path, c.trainer.run_dir)]
-    place = ["--host", args.host, "--port", str(port), "--served-model-name", "policy"]
-    command = [child_process.executable(c.rollout.python), "-m", arguments.MODULE, *model, *place]
+    address = ["--host", args.host, "--port", str(port), "--served-model-name", "policy"]
+    command = [child_process.executable(c.rollout.python), "-m", arguments.MODULE, *model, *address]
     env = {**os.environ, **arguments.vllm_environment(server, build)}
     sys.exit(
         run_server(
             [*command, *arguments.vllm_options(server, build)],
             env,
             address=args.address or f"http://{socket.gethostname()}:{port}",
-            own=own_address(args.host, port),
+            local=own_address(args.host, port),
             file=args.listed,
         )
     )
@@ -76,51 +76,52 @@ def own_address(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run_server(command: list[str], env: dict[str, str], *, address: str, own: str, file: pathlib.Path | None) -> int:
+def run_server(command: list[str], env: dict[str, str], *, address: str, local: str, file: pathlib.Path | None) -> int:
     """Runs the server until it ends or SIGTERM comes; returns its exit code. It is listed while it answers."""
     if file is not None:
         try:
-            _remove(file, address)  # of a server that was killed
+            _remove_address(file, address)  # of a server that was killed
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f"--listed={file}: {e}; name a text file in a folder that can be written") from e
     child = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=die_with_parent)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: _kill(child.pid, signal.SIGTERM))
-    endpoint = Endpoint(own, timeout_s=5.0, why=str, key=guard.Key(env[guard.TOKEN].strip()))
+        signal.signal(number, lambda *_: _signal_group(child.pid, signal.SIGTERM))
+    endpoint = Endpoint(local, timeout_s=5.0, explain=str, key=guard.Key(env[guard.TOKEN].strip()))
     try:
         while file is not None and child.poll() is None:
             with contextlib.suppress(RolloutError):
-                endpoint.see("/health")
-                _change(file, lambda lines: [*(line for line in lines if line != address), address])
+                endpoint.check("/health")
+                _change_lines(file, lambda lines: [*(line for line in lines if line != address), address])
                 print(f"{address} is listed in {file}", flush=True)
                 break
             time.sleep(POLL_S)
         return child.wait()
     finally:
-        _kill(child.pid, signal.SIGKILL)
+        _signal_group(child.pid, signal.SIGKILL)
         if file is not None:
-            _remove(file, address)
+            _remove_address(file, address)
 
 
-def _kill(group: int, number: int) -> None:
+def _signal_group(group: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
 
 
-def _remove(file: pathlib.Path, address: str) -> None:
-    _change(file, lambda lines: [line for line in lines if line != address])
+def _remove_address(file: pathlib.Path, address: str) -> None:
+    _change_lines(file, lambda lines: [line for line in lines if line != address])
 
 
-def _change(file: pathlib.Path, change: Callable[[list[str]], list[str]]) -> None:
-    with _locked(file.with_name(f".{file.name}.lock")):
-        before = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        after = change(before)
-        if after != before:
-            durable_files.write_text(file, "".join(f"{line}\n" for line in after))
+def _change_lines(file: pathlib.Path, change: Callable[[list[str]], list[str]]) -> None:
+    """Rewrites the lines of a file under a lock that other servers take, too."""
+    with _hold_lock(file.with_name(f".{file.name}.lock")):
+        old_lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        new_lines = change(old_lines)
+        if new_lines != old_lines:
+            durable_files.write_text(file, "".join(f"{line}\n" for line in new_lines))
 
 
 @contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
+def _hold_lock(path: pathlib.Path) -> Iterator[None]:
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

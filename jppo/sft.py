@@ -7,6 +7,7 @@ sizes and memory, and stops. --dry_run --machine=8xH100 does so for a described 
 """
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -16,22 +17,23 @@ from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.errors import escaped
 from jppo.learner import batch, packing, sharding, update
 from jppo.learner.make import logprob_of_texts, make_adapters, plan_rows
-from jppo.learner.programs import Program, update_programs
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf
 from jppo.models.config import pad_vocab
-from jppo.preflight import memory, preview
-from jppo.preflight.checks import dry_run_of_one_model
-from jppo.preflight.preview import DryRun, memory_explained
-from jppo.preflight.programs import Estimate
+from jppo.preflight.request import HERE, DryRun
 from jppo.run import supervised
-from jppo.run.inputs import read_tokenizer, total_steps
+from jppo.run.command import run_training
+from jppo.run.loop import total_steps
+from jppo.run.out_of_memory import memory_explained
 from jppo.run.resume import checksum_of, require_resumable
-from jppo.run.start import run_training
+from jppo.run.tokenizer import read_tokenizer
 from jppo.runlog.console import SFT_COLUMNS
 from jppo.runlog.make import require_loggers
 from jppo.settings import FineTuning
 from jppo.types import Params, Trajectory, given_text
+
+if TYPE_CHECKING:
+    from jppo.preflight.programs import Estimate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,8 @@ class DemonstrationTask(supervised.Task):
     overlong: int  # excluded demonstrations
 
 
-def prepare(c: FineTuning, request: DryRun = preview.HERE) -> DemonstrationTask:
-    """Reads the demonstrations and the model config."""
+def prepare(c: FineTuning, request: DryRun = HERE) -> DemonstrationTask:
+    """Reads the demonstrations and the model config, and makes the loss of fine-tuning."""
     longest = c.data.longest_row
     _, cfg = hf.read_config(c.model.path, longest=longest)
     if c.model.init == "pretrained" and request.machine is None:
@@ -63,14 +65,14 @@ def prepare(c: FineTuning, request: DryRun = preview.HERE) -> DemonstrationTask:
     options = sharding.compiler_options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     logprob = logprob_of_texts(c, cfg, mesh)
-    steps, of_device = total_steps(c, len(training.demonstrations)), c.optim.max_tokens_per_device
+    steps, tokens_per_device = total_steps(c, len(training.demonstrations)), c.optim.max_tokens_per_device
     return DemonstrationTask(
         demonstrations=training.demonstrations,
         overlong=training.overlong,
         steps=steps,
         mesh=mesh,
         plan=plan_rows(
-            c, mesh, tokens_per_device=of_device, sequences=c.data.train_batch_size, steps=steps, policy=cfg
+            c, mesh, tokens_per_device=tokens_per_device, sequences=c.data.train_batch_size, steps=steps, policy=cfg
         ),
         cfg=cfg,
         adapters=make_adapters(c),
@@ -79,7 +81,7 @@ def prepare(c: FineTuning, request: DryRun = preview.HERE) -> DemonstrationTask:
 
 
 def train(config: FineTuning | ConfigDict) -> None:
-    """Trains on all demonstrations, or resumes, and writes the model."""
+    """Trains the model on all demonstrations, or resumes, and writes it."""
     c = settings.typed(config, FineTuning)
     require_loggers(c)
     require_resumable(c)
@@ -87,10 +89,10 @@ def train(config: FineTuning | ConfigDict) -> None:
     demonstrations = task.demonstrations
 
     def draw(trainable: Trainable, learned: Params, indices: np.ndarray) -> supervised.ExampleBatch:
-        some = [as_trajectory(demonstrations[i], str(i)) for i in indices]
-        rows = packing.pack(some, range(len(some)), task.plan)
+        trajectories = [as_trajectory(demonstrations[i], str(i)) for i in indices]
+        rows = packing.pack(trajectories, range(len(trajectories)), task.plan)
         mini = batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh))
-        return supervised.ExampleBatch(mini, tokens=sum(len(t.tokens) for t in some))
+        return supervised.ExampleBatch(mini, tokens=sum(len(t.tokens) for t in trajectories))
 
     objective = supervised.ExampleObjective(
         name="sft",
@@ -106,14 +108,16 @@ def train(config: FineTuning | ConfigDict) -> None:
     print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
-def dry_run(c: FineTuning, request: DryRun = preview.HERE) -> str:
+def dry_run(c: FineTuning, request: DryRun = HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
+    from jppo.preflight import preview
+    from jppo.preflight.checks import dry_run_of_one_model
 
     def describe(task: DemonstrationTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
         lines = [
             f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)",
             f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} demonstrations, one optimizer step",
-            f"rows             {preview.shapes(task.plan)}",
+            f"rows             {preview.describe_shapes(task.plan)}",
             f"                 up to {micro_batches} micro-batches a step",
             f"to compile       {len(task.plan.shapes) + 2} programs for {len(task.plan.shapes)} shape(s)",
         ]
@@ -122,20 +126,24 @@ def dry_run(c: FineTuning, request: DryRun = preview.HERE) -> str:
     return dry_run_of_one_model(c, request, prepare, _estimate, describe, head="lm")
 
 
-def _estimate(c: FineTuning, task: DemonstrationTask) -> tuple[Estimate, int]:
+def _estimate(c: FineTuning, task: DemonstrationTask) -> tuple["Estimate", int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest demonstrations."""
+    from jppo.learner.programs import Program, update_programs
+    from jppo.preflight import memory
+
     plan, shapes = task.plan, memory.largest_shapes(task.plan)
-    how, now = memory.sketch_update(c, task.mesh, task.cfg, task.loss, name="sft", head="lm", adapters=task.adapters)
-    listed = update_programs(how, now.policy, now.policy_opt, now, [packing.empty_rows(shape) for shape in shapes])
+    how, state = memory.sketch_update(c, task.mesh, task.cfg, task.loss, name="sft", head="lm", adapters=task.adapters)
+    rows = [packing.empty_rows(shape) for shape in shapes]
+    programs = update_programs(how, state.policy, state.policy_opt, state, rows)
 
-    def needed(program: Program) -> int:
-        return memory.useful(c, task.cfg, program.rows, task.adapters, head=True) if program.rows else 0
+    def count_flop(program: Program) -> int:
+        return memory.useful_flop(c, task.cfg, program.rows, task.adapters, head=True) if program.rows else 0
 
-    moments = memory.account_for(listed, shapes, needed, memory.sampled_share(c))
-    by_length = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))
+    moments = memory.account_for(programs, shapes, count_flop, memory.sampled_share(c))
+    by_length = sorted((as_trajectory(example, "") for example in task.demonstrations), key=lambda t: -len(t.tokens))
     longest = by_length[: c.data.train_batch_size]
     packed = packing.pack(longest, range(len(longest)), plan)
-    return memory.of_one_model(c, how, now, moments, packed), len(packed)
+    return memory.estimate_one_model(c, how, state, moments, packed), len(packed)
 
 
 def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
@@ -146,7 +154,7 @@ def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Fine-tunes a model on demonstrations, or prints its dry run."""
     run_training(argv, "jppo.sft", __doc__, FineTuning, dry_run=dry_run, train=train)
 
 

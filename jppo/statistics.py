@@ -32,7 +32,7 @@ class Samples(NamedTuple):
 
 
 def mean_se(values: Sequence[float]) -> MeanSe:
-    """Returns the mean of one value a prompt, and its standard error: s / √N with s over N - 1."""
+    """Returns the mean over prompts, and its standard error: s / √N with s over N - 1."""
     x = np.asarray(values, np.float64)
     if len(x) == 0:
         return MeanSe(math.nan, math.nan, 0)
@@ -48,8 +48,8 @@ def pass_at(scores: Sequence[float], k: int) -> float:
 
 def best_at(scores: Sequence[float], k: int) -> float:
     """The expected best score of k of the n samples: Σ_i C(i - 1, k - 1) x_(i) / C(n, k), x_(1) <= x_(2) <= ..."""
-    ways = math.comb(len(scores), k)
-    return math.fsum(math.comb(i, k - 1) / ways * score for i, score in enumerate(sorted(scores)))
+    subset_count = math.comb(len(scores), k)
+    return math.fsum(math.comb(i, k - 1) / subset_count * score for i, score in enumerate(sorted(scores)))
 
 
 def worst_at(scores: Sequence[float], k: int) -> float:
@@ -63,59 +63,59 @@ def maj_at(samples: Samples, k: int) -> float:
     Samples without an answer have no vote, and count only if none of the k has one. Samples with the same answer
     may differ in score: it has their mean.
     """
-    of_answer: dict[str, list[float]] = collections.defaultdict(list)
+    scores_of: dict[str, list[float]] = collections.defaultdict(list)
     for score, answer in zip(*samples, strict=True):
-        of_answer[answer or ""].append(score)
-    silent = of_answer.pop("", [])
-    chance = wins(tuple(sorted(map(len, of_answer.values()))), len(silent), k)
-    total = math.fsum(chance[len(scores)] * math.fsum(scores) / len(scores) for scores in of_answer.values())
-    if len(silent) < k:
+        scores_of[answer or ""].append(score)
+    unanswered = scores_of.pop("", [])
+    chance_of = win_chances(tuple(sorted(map(len, scores_of.values()))), len(unanswered), k)
+    total = math.fsum(chance_of[len(scores)] * math.fsum(scores) / len(scores) for scores in scores_of.values())
+    if len(unanswered) < k:
         return total
-    none = math.comb(len(silent), k) / math.comb(len(silent) + sum(map(len, of_answer.values())), k)
-    return total + none * math.fsum(silent) / len(silent)
+    no_answer_chance = math.comb(len(unanswered), k) / math.comb(len(unanswered) + sum(map(len, scores_of.values())), k)
+    return total + no_answer_chance * math.fsum(unanswered) / len(unanswered)
 
 
 @functools.lru_cache(maxsize=2**16)  # prompts with equally many samples mostly split in a few ways
-def wins(counts: tuple[int, ...], silent: int, k: int) -> dict[int, float]:
+def win_chances(counts: tuple[int, ...], unanswered: int, k: int) -> dict[int, float]:
     """Returns the chance of an answer that c samples give to win a vote of k, for each c in `counts`.
 
     The votes of answers are independent binomial draws, given that they add up to k. Their product is a polynomial
     in votes and ties, and a tie of t + 1 answers is split evenly.
     """
-    n = sum(counts) + silent
+    n = sum(counts) + unanswered
     if k == n:
-        most = max(counts, default=0)
-        return {c: (c == most) / counts.count(most) for c in counts}
-    pmf = {m: _binomial(m, k / n) for m in {*counts, silent, n}}
+        max_count = max(counts, default=0)
+        return {c: (c == max_count) / counts.count(max_count) for c in counts}
+    pmf = {m: _binomial_pmf(m, k / n) for m in {*counts, unanswered, n}}
     chance = dict.fromkeys(counts, 0.0)
     for c in chance:
-        others = list(counts)
-        others.remove(c)
+        rivals = list(counts)
+        rivals.remove(c)
         for votes in range(1, min(c, k) + 1):
-            left = k - votes
-            product = np.zeros((left + 1, left // votes + 1))  # [votes of others, answers tied with this one]
-            some = pmf[silent][: left + 1]
-            product[: len(some), 0] = some
-            for other in others:
-                product = _times(product, pmf[other], votes)
-            split = product[left] / np.arange(1, product.shape[1] + 1)
+            others = k - votes
+            product = np.zeros((others + 1, others // votes + 1))  # [votes of others, answers tied with this one]
+            silent_pmf = pmf[unanswered][: others + 1]
+            product[: len(silent_pmf), 0] = silent_pmf
+            for rival in rivals:
+                product = _add_answer(product, pmf[rival], votes)
+            split = product[others] / np.arange(1, product.shape[1] + 1)
             chance[c] += float(pmf[c][votes] * split.sum() / pmf[n][k])
     return chance
 
 
-def _times(product: np.ndarray, pmf: np.ndarray, votes: int) -> np.ndarray:
-    """Multiplies the product by one more answer, which has fewer votes or is tied."""
-    out = np.zeros_like(product)
+def _add_answer(product: np.ndarray, pmf: np.ndarray, votes: int) -> np.ndarray:
+    """Multiplies the polynomial of votes and ties by one more answer, which has fewer votes or is tied."""
+    result = np.zeros_like(product)
     for i in range(min(votes + 1, len(pmf), len(product))):
-        tied = int(i == votes)
-        out[i:, tied:] += pmf[i] * product[: len(product) - i, : product.shape[1] - tied]
-    return out
+        is_tied = int(i == votes)
+        result[i:, is_tied:] += pmf[i] * product[: len(product) - i, : product.shape[1] - is_tied]
+    return result
 
 
-def _binomial(n: int, p: float) -> np.ndarray:
-    """Computes by logarithms: C(n, i) itself may be too large for a float."""
-    ways = [math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in range(n + 1)]
-    return np.exp([w + i * math.log(p) + (n - i) * math.log1p(-p) for i, w in enumerate(ways)])
+def _binomial_pmf(n: int, p: float) -> np.ndarray:
+    """Returns the binomial probabilities of 0 to n successes, by logarithms: C(n, i) may be too large for a float."""
+    log_ways = [math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in range(n + 1)]
+    return np.exp([log_way + i * math.log(p) + (n - i) * math.log1p(-p) for i, log_way in enumerate(log_ways)])
 
 
 def ladder(n: int) -> list[int]:
@@ -124,21 +124,21 @@ def ladder(n: int) -> list[int]:
 
 
 def summarise(prompts: Sequence[Samples], n: int) -> dict[str, MeanSe]:
-    """Summarises `score`, and with n > 1 `pass@k` from 1 on and `best@k`, `worst@k` and `maj@k` from 2 on, k up to n.
+    """Returns means over prompts: `score`, and with n > 1 `pass@k`, `best@k`, `worst@k` and `maj@k`, k up to n.
 
     Prompts without a sample are left out; so is maj@k if the grader looks for no answers.
     """
     summary = {"score": mean_se([math.fsum(s.scores) / len(s.scores) for s in prompts if s.scores])}
     if n == 1:
         return summary
-    of_scores: dict[str, Callable[[Sequence[float], int], float]]
-    of_scores = {"pass": pass_at, "best": best_at, "worst": worst_at}
-    answered = [s for s in prompts if None not in s.answers]
+    estimates: dict[str, Callable[[Sequence[float], int], float]]
+    estimates = {"pass": pass_at, "best": best_at, "worst": worst_at}
+    with_answers = [s for s in prompts if None not in s.answers]
     for k in [1, *ladder(n)]:
-        enough = [s.scores for s in prompts if len(s.scores) >= k]
-        for name, at in of_scores.items():
+        scores_of = [s.scores for s in prompts if len(s.scores) >= k]
+        for name, estimate in estimates.items():
             if k > 1 or name == "pass":
-                summary[f"{name}@{k}"] = mean_se([at(scores, k) for scores in enough])
-        if k > 1 and any(s.scores for s in answered):
-            summary[f"maj@{k}"] = mean_se([maj_at(s, k) for s in answered if len(s.scores) >= k])
+                summary[f"{name}@{k}"] = mean_se([estimate(scores, k) for scores in scores_of])
+        if k > 1 and any(s.scores for s in with_answers):
+            summary[f"maj@{k}"] = mean_se([maj_at(s, k) for s in with_answers if len(s.scores) >= k])
     return summary

@@ -48,35 +48,36 @@ class State:
 
 
 @contextlib.contextmanager
-def opened(out: pathlib.Path, runs: Mapping[str, tuple[str, ...]], *, resume: bool) -> Iterator[dict[str, State]]:
-    """Yields the states of runs by name, given with their arguments; locks the folder."""
+def open_states(out: pathlib.Path, runs: Mapping[str, tuple[str, ...]], *, resume: bool) -> Iterator[dict[str, State]]:
+    """Locks the folder and yields the state of each run, by name; `runs` are their arguments."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out={out} is a file; choose a folder")
     if not resume and out.is_dir() and any(out.iterdir()):
         raise UserError(f"--out={out} is not empty; use --resume to continue, or another folder")
     with own(out, "--out"):
-        known = _read(out)
-        yield {name: _now(known.get(name, State()), out / name, arguments) for name, arguments in runs.items()}
+        saved = _read_states(out)
+        yield {name: _restarted(saved.get(name, State()), out / name, arguments) for name, arguments in runs.items()}
 
 
 def write_states(out: pathlib.Path, states: Mapping[str, State]) -> None:
-    """Writes the current record."""
+    """Writes the states of all runs to the folder."""
     runs = {name: dataclasses.asdict(state) for name, state in states.items()}
     durable_files.write_text(out / FILE, json.dumps({"runs": runs}, indent=1) + "\n")
 
 
-def _now(state: State, folder: pathlib.Path, arguments: tuple[str, ...]) -> State:
+def _restarted(state: State, folder: pathlib.Path, arguments: tuple[str, ...]) -> State:
     """Returns the state at a new start: a finished run stays finished if its folder and settings are the same."""
     if state.status == "finished" and not (folder.is_dir() and state.arguments == arguments):
         return dataclasses.replace(state, status="waiting")
     return dataclasses.replace(state, status="interrupted") if state.status == "running" else state
 
 
-def _read(out: pathlib.Path) -> dict[str, State]:
+def _read_states(out: pathlib.Path) -> dict[str, State]:
+    """Reads the states of an earlier start by run; {} without one, UserError for a damaged record."""
     path = out / FILE
     try:
         runs: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["runs"]
-        return {name: State(**known | {"arguments": tuple(known["arguments"])}) for name, known in runs.items()}
+        return {name: State(**saved | {"arguments": tuple(saved["arguments"])}) for name, saved in runs.items()}
     except FileNotFoundError:
         return {}
     except (AttributeError, KeyError, TypeError, ValueError) as e:
@@ -101,7 +102,7 @@ class SweepRow:
 def make_row(
     folder: pathlib.Path, metric: str, *, settings: Mapping[str, Any], status: str, seconds: float
 ) -> SweepRow:
-    """Returns the row of the run in `folder`, from its metrics so far."""
+    """Makes the table's row of the run in `folder`, from its metrics so far."""
     lines = read_metrics(folder)
     points = [(line[metric], line["step"]) for line in lines if line.get(metric) is not None]
     best, best_step = max(points, key=lambda pair: (pair[0], -pair[1]), default=(None, None))
@@ -111,19 +112,19 @@ def make_row(
 
 
 def metric_names(folders: Sequence[pathlib.Path]) -> list[str]:
-    """Returns the metrics that any of the runs has."""
+    """Returns the names of all metrics that any of the runs has."""
     return sorted(
         {name for folder in folders for line in read_metrics(folder) for name in line} - {"step", "nonfinite"}
     )
 
 
-def ranked(rows: Sequence[SweepRow]) -> list[SweepRow]:
+def rank_rows(rows: Sequence[SweepRow]) -> list[SweepRow]:
     """Sorts by the last value, largest first; runs without one last, ties in order."""
     return sorted(rows, key=lambda row: (row.last is None, -(row.last or 0.0)))
 
 
-def cells(rows: Sequence[SweepRow], metric: str) -> list[list[str]]:
-    """Returns heading and rows as text; numbers in full."""
+def table_cells(rows: Sequence[SweepRow], metric: str) -> list[list[str]]:
+    """Returns the table's heading and rows as text; numbers in full."""
     names = list(dict.fromkeys(name for row in rows for name in row.settings))
     heading = ["run", *names, metric, f"best {metric}", "at step", "steps", "seconds", "status"]
     return [heading] + [
@@ -139,9 +140,9 @@ def cells(rows: Sequence[SweepRow], metric: str) -> list[list[str]]:
 
 
 def markdown(rows: Sequence[SweepRow], metric: str) -> str:
-    """Returns a markdown table; the metric with four digits."""
-    short = [dataclasses.replace(row, last=_rounded(row.last), best=_rounded(row.best)) for row in rows]
-    heading, *body = [[cell.replace("|", "\\|") for cell in line] for line in cells(short, metric)]
+    """Formats the table as Markdown; the metric with four digits."""
+    rounded = [dataclasses.replace(row, last=_rounded(row.last), best=_rounded(row.best)) for row in rows]
+    heading, *body = [[cell.replace("|", "\\|") for cell in line] for line in table_cells(rounded, metric)]
     rule = ["---", *["---:"] * (len(heading) - 2), "---"]
     return "\n".join(f"| {' | '.join(line)} |" for line in (heading, rule, *body)) + "\n"
 
@@ -149,7 +150,7 @@ def markdown(rows: Sequence[SweepRow], metric: str) -> str:
 def write_table(folder: pathlib.Path, rows: Sequence[SweepRow], metric: str) -> None:
     """Writes FOLDER/sweep.md and FOLDER/sweep.csv."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(cells(rows, metric))
+    csv.writer(text, lineterminator="\n").writerows(table_cells(rows, metric))
     for name, content in (("sweep.md", markdown(rows, metric)), ("sweep.csv", text.getvalue())):
         durable_files.write_text(folder / name, content)
 
@@ -166,7 +167,6 @@ Command = Callable[[PlannedRun], list[str]]
 
 
 def train_command(run: PlannedRun) -> list[str]:
-    """Returns the command of the run."""
     return [sys.executable, "-m", "jppo.train", *run.arguments]
 
 
@@ -175,44 +175,44 @@ def sweep(
 ) -> bool:
     """Runs unfinished runs, `jobs` at a time, and updates record and table; whether all have finished."""
     names, arguments = differing(runs), {run.name: run.arguments for run in runs}
-    with opened(out, arguments, resume=resume) as states:
-        left = [run for run in runs if states[run.name].status != "finished"]
-        of = {run.name: f"[{i}/{len(runs)}] {run.name}" for i, run in enumerate(runs, 1)}
-        print_line(f"{len(runs)} runs in {out}, {len(runs) - len(left)} finished already; {jobs} at a time")
+    with open_states(out, arguments, resume=resume) as states:
+        unfinished = [run for run in runs if states[run.name].status != "finished"]
+        label_of = {run.name: f"[{i}/{len(runs)}] {run.name}" for i, run in enumerate(runs, 1)}
+        print_line(f"{len(runs)} runs in {out}, {len(runs) - len(unfinished)} finished already; {jobs} at a time")
 
         def rows() -> list[SweepRow]:
-            return ranked([row(run, states[run.name], names, metric) for run in runs])
+            return rank_rows([row_of_run(run, states[run.name], names, metric) for run in runs])
 
         def keep(run: PlannedRun, state: State) -> None:
             states[run.name] = state
             write_states(out, states)
             write_table(out, rows(), metric)
 
-        def began(run: PlannedRun) -> None:
-            print_line(f"{of[run.name]}: started, log in {run.folder / LOG}")
+        def on_start(run: PlannedRun) -> None:
+            print_line(f"{label_of[run.name]}: started, log in {run.folder / LOG}")
             keep(run, dataclasses.replace(states[run.name], status="running"))
 
-        def ended(run: PlannedRun, code: int | None, seconds: float) -> None:
+        def on_end(run: PlannedRun, code: int | None, seconds: float) -> None:
             status = "interrupted" if code is None else "failed" if code else "finished"
-            why = f" with exit code {code}: {last_words(run.folder / LOG)}" if code else ""
-            print_line(f"{of[run.name]}: {status} after {seconds:.0f} s{why}")
+            reason = f" with exit code {code}: {last_error(run.folder / LOG)}" if code else ""
+            print_line(f"{label_of[run.name]}: {status} after {seconds:.0f} s{reason}")
             keep(run, State(status, states[run.name].seconds + seconds, code, run.arguments))
 
-        run_all(left, command, jobs=jobs, began=began, ended=ended)
+        run_all(unfinished, command, jobs=jobs, on_start=on_start, on_end=on_end)
         table_rows = rows()
         write_table(out, table_rows, metric)
     print_line(f"\n{markdown(table_rows, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
-    if begun := [run.folder for run in runs if (run.folder / METRICS).is_file()]:
-        print_line(f"report            {write_report(begun, out / 'report.html')}")
+    if run_folders := [run.folder for run in runs if (run.folder / METRICS).is_file()]:
+        print_line(f"report            {write_report(run_folders, out / 'report.html')}")
     if all(row.last is None for row in table_rows):
-        known = metric_names([run.folder for run in runs])
-        others = f"--metric takes one of {', '.join(known)}" if known else "there are no metrics yet"
-        print_line(f"no run has the metric {metric!r}; {others}")
+        metrics = metric_names([run.folder for run in runs])
+        hint = f"--metric takes one of {', '.join(metrics)}" if metrics else "there are no metrics yet"
+        print_line(f"no run has the metric {metric!r}; {hint}")
     return all(states[run.name].status == "finished" for run in runs)
 
 
-def row(run: PlannedRun, state: State, names: Sequence[str], metric: str) -> SweepRow:
-    """Returns the run's row; `names` are the settings in which the runs differ."""
+def row_of_run(run: PlannedRun, state: State, names: Sequence[str], metric: str) -> SweepRow:
+    """Returns the table's row of a run; `names` are the settings in which the runs differ."""
     differs = {name: run.values.get(name) for name in names}
     return make_row(run.folder, metric, settings=differs, status=state.status, seconds=state.seconds)
 
@@ -222,26 +222,26 @@ def run_all(
     command: Command,
     *,
     jobs: int,
-    began: Callable[[PlannedRun], None],
-    ended: Callable[[PlannedRun, int | None, float], None],
+    on_start: Callable[[PlannedRun], None],
+    on_end: Callable[[PlannedRun, int | None, float], None],
 ) -> None:
-    """Runs every command in order, `jobs` at a time; on an interruption it ends running ones first."""
+    """Runs every command in order, `jobs` at a time; an interruption ends the running ones first."""
     waiting, active = list(runs), dict[subprocess.Popen[bytes], tuple[PlannedRun, float]]()
     try:
         while waiting or active:
             while waiting and len(active) < jobs:
                 run = waiting.pop(0)
-                began(run)
+                on_start(run)
                 active[start(command(run), run.folder)] = run, time.monotonic()
             for process in [process for process in active if process.poll() is not None]:
-                run, since = active.pop(process)
-                ended(run, process.returncode, time.monotonic() - since)
+                run, start_time = active.pop(process)
+                on_end(run, process.returncode, time.monotonic() - start_time)
             time.sleep(POLL_S if active else 0)
     finally:
         if active:
             stop(list(active))
-        for run, since in active.values():
-            ended(run, None, time.monotonic() - since)
+        for run, start_time in active.values():
+            on_end(run, None, time.monotonic() - start_time)
 
 
 def start(command: list[str], folder: pathlib.Path) -> subprocess.Popen[bytes]:
@@ -275,7 +275,7 @@ def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
                 process.wait()
 
 
-def last_words(log: pathlib.Path) -> str:
+def last_error(log: pathlib.Path) -> str:
     """Returns the last error in the log of the last start, otherwise its last line."""
     text = f"\n{log.read_text(encoding='utf-8', errors='replace')}".rpartition(f"\n{PROMPT}")[2]
     lines = [line for line in text.splitlines()[1:] if line.strip()]
@@ -284,7 +284,6 @@ def last_words(log: pathlib.Path) -> str:
 
 
 def print_line(text: str) -> None:
-    """Prints a line and flushes."""
     print(escaped(text), flush=True)
 
 
@@ -294,7 +293,7 @@ def _terminate(number: int, _: Any) -> None:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Runs all trainings of a sweep, or prints their commands."""
     usage = "%(prog)s --config=FILE[:ARGUMENT] [--config.SECTION.NAME=VALUE ...] [options]"
     parser = settings.Parser("jppo.sweep", __doc__, usage=usage, allow_abbrev=False)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
@@ -315,11 +314,11 @@ def main(argv: list[str] | None = None) -> None:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
         signal.signal(signal.SIGHUP, _terminate)
     try:
-        done = sweep(runs, out, train_command, jobs=args.jobs, resume=args.resume, metric=args.metric)
+        all_finished = sweep(runs, out, train_command, jobs=args.jobs, resume=args.resume, metric=args.metric)
     except KeyboardInterrupt:
         print("interrupted; the same command with --resume continues", file=sys.stderr)
         sys.exit(130)
-    if not done:
+    if not all_finished:
         sys.exit(1)
 
 

@@ -17,8 +17,8 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], *, roo
     items: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape, count in tensors:
-        first, end = end, end + count
-        items[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [first, end]}
+        begin, end = end, end + count
+        items[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(items, separators=(",", ":")).encode()
     text += b" " * max(-len(text) % 8, room - 8 - len(text))  # the data starts aligned
     return struct.pack("<Q", len(text)) + text

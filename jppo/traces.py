@@ -26,7 +26,7 @@ def require() -> None:
 
 @contextlib.contextmanager
 def exporting(processor: Any = None) -> Iterator[None]:
-    """Exports the spans of the block by OTLP over HTTP, as the variables OTEL_* say, or to a `processor` of the SDK."""
+    """Exports the block's spans by OTLP over HTTP, as the variables OTEL_* say, or to a `processor` of the SDK."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -45,14 +45,14 @@ def exporting(processor: Any = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def span(name: str, **attributes: Any) -> Iterator[Callable[..., None]]:
-    """Records a span around the block; yields a function that adds attributes."""
+    """Records a span around the block, if tracing is on; yields a function that adds attributes."""
     if _tracer is None:
         yield lambda **_: None
         return
     with _tracer.start_as_current_span(name) as current:
 
-        def note(**more: Any) -> None:
-            current.set_attributes({f"jppo.{key}": value for key, value in more.items()})
+        def note(**attributes: Any) -> None:
+            current.set_attributes({f"jppo.{key}": value for key, value in attributes.items()})
 
         note(**attributes)
         yield note
@@ -61,5 +61,5 @@ def span(name: str, **attributes: Any) -> Iterator[Callable[..., None]]:
 def until_done(name: str, future: Future[Any]) -> None:
     """Records a span from now until the future is done."""
     if _tracer is not None:
-        begun = _tracer.start_span(name)
-        future.add_done_callback(lambda _: begun.end())
+        open_span = _tracer.start_span(name)
+        future.add_done_callback(lambda _: open_span.end())

@@ -20,14 +20,13 @@ from jppo.learner.episodes import Episodes, make_episodes, with_branches
 from jppo.learner.state import next_step
 from jppo.learner.stats import join_stages
 from jppo.learner.utilisation import utilisation
-from jppo.preflight.checks import dry_run_of_ppo
-from jppo.preflight.preview import memory_explained
-from jppo.report import report_line
+from jppo.preflight.request import DryRun
 from jppo.run import loop, resume
 from jppo.run.agreement import Mismatch, require_published
+from jppo.run.command import run_training
 from jppo.run.host_functions import call_host_functions, columns_of
 from jppo.run.loop import Diverged, Progress
-from jppo.run.resume import place_of
+from jppo.run.out_of_memory import memory_explained
 from jppo.run.sample_log import (
     conversation_metrics,
     kept_token_metrics,
@@ -36,7 +35,7 @@ from jppo.run.sample_log import (
     sample_rows,
     source_means,
 )
-from jppo.run.start import Run, join_hosts, open_run, run_training
+from jppo.run.start import Run, join_hosts, open_run
 from jppo.run.trained_model import export_policy, write_model
 from jppo.run.validation import validate
 from jppo.runlog.logger import print_summary
@@ -169,7 +168,8 @@ def make_method(run: Run) -> loop.Method:
     def step(now: Progress) -> Progress:
         after = ppo_step(run, now.state)
         run.supply.forget(now.step)
-        return Progress(after.state, place_of(after.cursor, run.reward_sum), after.metrics)
+        place = {"cursor": dataclasses.asdict(after.cursor), "reward": run.reward_sum.state()}
+        return Progress(after.state, place, after.metrics)
 
     def finish(now: Progress) -> None:
         if c.rollout.on_update == "wait":
@@ -242,14 +242,23 @@ def train(config: Settings | ConfigDict) -> None:
                     parts = (run.c, run.inputs, run.learner, run.folder)
                     hosts.together(lambda: export_policy(*parts, now.state, write=hosts.first))
         if hosts.first:
+            from jppo.report import report_line
+
             folder = expanded(c.trainer.run_dir)
             print_summary(folder, report_line(folder))
+
+
+def dry_run(c: Settings, request: DryRun) -> str:
+    """Reports on a run with these settings; reads no weight."""
+    from jppo.preflight.checks import dry_run_of_ppo
+
+    return dry_run_of_ppo(c, request)
 
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    run_training(argv, "jppo.train", __doc__, Settings, dry_run=dry_run_of_ppo, train=train)
+    run_training(argv, "jppo.train", __doc__, Settings, dry_run=dry_run, train=train)
 
 
 if __name__ == "__main__":

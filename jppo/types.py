@@ -182,8 +182,8 @@ class Batch:
 
     def with_arrays(self, **arrays: Array | None) -> "Batch":
         """Returns the batch with more or other arrays; those that are None are left out."""
-        there = {name: x for name, x in ({**self.arrays} | arrays).items() if x is not None}
-        return dataclasses.replace(self, arrays=there)
+        updated = {name: x for name, x in ({**self.arrays} | arrays).items() if x is not None}
+        return dataclasses.replace(self, arrays=updated)
 
     @property
     def sampled(self) -> Array:

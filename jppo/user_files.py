@@ -18,15 +18,15 @@ _loaded: dict[str, int | str] = {}  # by module: the file's time of change, or t
 
 
 def load(path: pathlib.Path, source: str | None = None) -> ModuleType:
-    """Returns the file's module, which runs once, and again after a change; with a `source`, this text runs."""
+    """Runs a user's file once, and again after a change, and returns its module; with `source`, this text runs."""
     path = path.resolve()
     name = f"user_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{zlib.crc32(str(path).encode()):08x}"
     version = path.stat().st_mtime_ns if source is None else source
     if name in sys.modules and _loaded[name] == version:
         return sys.modules[name]
-    described = importlib.util.spec_from_file_location(name, path)
-    assert described is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(described)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     _loaded[name] = version  # before it runs: a file that loads itself gets the module as it is, as by an import
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -39,22 +39,18 @@ def load(path: pathlib.Path, source: str | None = None) -> ModuleType:
 
 
 def has_run(path: str) -> bool:
-    """Whether a user's file of this path is loaded."""
     return any(getattr(sys.modules.get(name), "__file__", None) == path for name in _loaded)
 
 
 def names_in(text: str, path: str) -> list[str] | None:
-    """Returns the names that a file defines, without running it; None if it may define others when it runs.
-
-    Raises SyntaxError.
-    """
+    """Returns the names that a file defines, without running it; None if it may define more. Raises SyntaxError."""
     top = symtable.symtable(text, path, "exec")
-    there, tables = {}, [top]
+    names, tables = {}, [top]
     for table in tables:
         tables += table.get_children()
         for symbol in table.get_symbols():
             if symbol.is_referenced() and symbol.get_name() in _DEFINING:
                 return None
             if (table is top or symbol.is_declared_global()) and (symbol.is_assigned() or symbol.is_imported()):
-                there[symbol.get_name()] = True
-    return None if "__getattr__" in there or _STAR.search(text) else list(there)
+                names[symbol.get_name()] = True
+    return None if "__getattr__" in names or _STAR.search(text) else list(names)

@@ -104,7 +104,7 @@ def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[s
         c = config_of(model, changes, pathlib.Path(folder))
         inputs = read_inputs(c)
         mesh = make_mesh(c, compilers.devices_of(machine))
-        estimate = memory.estimate_memory(c, inputs, mesh, entries=preview.work(c, inputs, mesh).entries)
+        estimate = memory.estimate_memory(c, inputs, mesh, entries=preview.work_of_step(c, inputs, mesh).entries)
     programs = {}
     for moment in estimate.moments:
         a = moment.account
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
     if unknown := [name for name in names if name not in cases]:
         raise UserError(f"--only={args.only}: {unknown[0]!r} must be one of {', '.join(cases)}")
     first = machines.parse_machine(cases[names[0]][0])
-    if not compilers.present(first):
+    if not compilers.is_present(first):
         return subprocess.run(
             [sys.executable, __file__, *argv], env=compilers.require_compiler(first), check=False
         ).returncode

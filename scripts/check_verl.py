@@ -1,14 +1,11 @@
 """Runs jppo.from_verl on verl's own scripts and compares with bash and with Hydra.
 
-    python scripts/check_verl.py DIR [DIR ...] [--verbose] [--match TEXT] [--dry_run FOLDER]
+    python scripts/check_verl.py DIR [DIR ...] [--verbose] [--match TEXT]
 
 A DIR is a checkout of verl, or of its recipes after that; scripts run in copies. A script counts if, under bash with
 stand-ins for its programs, it starts one trainer. Scripts that print their usage get `8`, or `8 /tmp/checkpoints`.
 Prints a table: arguments equal to those under bash, exit codes, and the translations with exit code 0 whose settings
 are those that Hydra composes from verl's YAML. The last needs the package hydra-core.
-
---dry_run also runs `--dry_run` of each translation with exit code 0 (`verl_dry_runs.py`). FOLDER keeps results and
-compiled programs, so that a stopped check resumes; what failed is run again.
 """
 
 import argparse
@@ -19,7 +16,6 @@ import math
 import os
 import pathlib
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -46,7 +42,6 @@ RECORD = """#!/bin/bash
 case ${0##*/} in python*) case $1 in -c|-|"") exec PYTHON -I -S "$@" ;; esac ;; esac
 printf '%s\\0' "${0##*/}" "$@" > "$(mktemp "$CALLS/XXXXXXXX")"
 """
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 TIME_S = 10
 OTHERS = ("main_eval", "main_generation", "main_generation_server")  # no trainers
 USAGES = ([], ["8"], ["8", "/tmp/checkpoints"])
@@ -67,17 +62,10 @@ class Result:
     command: str = ""
     wrong: dict[str, tuple[Any, Any]] | None = None  # settings and Hydra's; None: not composed
     starts: bool = True  # verl itself would start it: its YAML is there, and it gives the paths and numbers
-    dry: str | None = None  # the last line of a dry run that failed; '': it ended well; None: none was made
 
     @property
     def tunes(self) -> bool:
         return "sft_trainer" in self.main
-
-    @property
-    def arguments(self) -> list[str]:
-        """The arguments of the translation, its config by its path."""
-        words = shlex.split(self.command.partition("\n\n#")[0].replace("\\\n", ""))[4:]
-        return [f"--config={ROOT}/{from_verl.TUNING_BASE if self.tunes else from_verl.BASE}", *words]
 
     @property
     def counts(self) -> bool:
@@ -558,8 +546,6 @@ def rows(results: list[Result]) -> Iterator[tuple[str, str]]:
     )
     right = [result for result in plain if result.code == 0 and result.wrong == {}]
     yield "exit code 0 and Hydra's settings, without vision and other trainers", f"{len(right)} of {len(plain)}"
-    if dry := [result for result in results if result.dry is not None]:
-        yield "dry runs that end well", of(lambda result: result.dry == "", dry)
     yield "fine-tuning translated", of(lambda result: result.code in (0, 3), tuning)
     yield "fine-tuning with exit code 0", of(lambda result: result.code == 0, tuning)
 
@@ -569,7 +555,6 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="+", type=pathlib.Path)
     parser.add_argument("--verbose", action="store_true", help="prints what is left out, refused or wrong")
-    parser.add_argument("--dry_run", type=pathlib.Path, metavar="FOLDER", help="keeps results of dry runs")
     parser.add_argument("--match", default="", help="text in the paths of the scripts that run")
     given = parser.parse_args(argv)
     results, composes = [], True
@@ -578,10 +563,6 @@ def main(argv: list[str] | None = None) -> None:
         work.chmod(0o755)
         make_programs(work)
         os.environ["HOME"] = f"{work}/home"
-        if given.dry_run:
-            from verl_dry_runs import DryRuns
-
-            runs = DryRuns(given.dry_run.resolve(), work)
         copies = []
         for checkout in given.checkouts:
             copies.append(work / checkout.resolve().name)
@@ -603,11 +584,8 @@ def main(argv: list[str] | None = None) -> None:
                         result.errors += f"Hydra: {str(e).splitlines()[0]}"
                 if result.code == 2 and result.counts and own and composes:
                     result.starts = starts(result, root, own)
-                if given.dry_run and result.code == 0:
-                    result.dry = runs.run(runs.plan(result.arguments, tunes=result.tunes))
                 if given.verbose:
-                    dry = "" if result.dry is None else f"dry run: {result.dry or 'ends well'}; "
-                    print(f"{dry}{result.code}", result.name, result.wrong or result.errors.strip()[:2000], flush=True)
+                    print(result.code, result.name, result.wrong or result.errors.strip()[:2000], flush=True)
         os.chdir("/")
     left = collections.Counter(result.code for result in results)
     print(f"{len(results)} scripts start one trainer; exit codes {dict(left)}\n")

@@ -268,7 +268,11 @@ def words(inputs: pathlib.Path, run: pathlib.Path, changes: dict, *, sgd: bool) 
 def train_ppo(inputs: pathlib.Path, run: pathlib.Path, changes: dict, *, sgd: bool = False) -> list[dict]:
     """Runs PPO with the stand-in for vLLM; returns the metrics of its steps."""
     from jppo import train
-    from jppo.rollout import make as rollout
+
+    try:
+        from jppo.rollout.servers import make as rollout
+    except ImportError:  # of a base before it
+        from jppo.rollout import make as rollout  # type: ignore[no-redef]
 
     mixture = (2, 4, 2) if changes.get("model") == "experts" else None
     rollout.start_vllm = lambda *_, **__: Drawn(mixture)

@@ -35,7 +35,7 @@ import pytest
 from examples import arithmetic
 from jppo import settings
 from jppo.models import decoder, hf, hf_write
-from jppo.rollout import make as rollout
+from jppo.rollout.servers import make as rollout
 from tests.make import trajectory, write_lines
 
 jax.config.update("jax_platforms", "cpu")  # where a plugin imported jax before the lines above

@@ -92,7 +92,7 @@ import importlib.util, sys
 import jax
 from jppo.models import heads
 
-once = heads._raw
+once = heads._products
 
 def in_each_chunk(states, kernel):
     kernel, states = jax.lax.optimization_barrier((kernel, states))
@@ -100,7 +100,7 @@ def in_each_chunk(states, kernel):
     mine = jax.lax.dynamic_slice_in_dim(kernel, jax.lax.axis_index("fsdp") * width, width, axis=1)
     return once(states, jax.lax.all_gather(mine, "fsdp", axis=1, tiled=True))
 
-heads._raw = in_each_chunk
+heads._products = in_each_chunk
 spec = importlib.util.spec_from_file_location("check_accounts", sys.argv[1])
 check_accounts = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check_accounts)
@@ -116,7 +116,7 @@ def test_a_head_that_is_gathered_in_each_chunk_is_caught():
     env |= {
         "PYTHONPATH": f"{compilers.compiler_folder('gpu')}{os.pathsep}{ROOT}",
         "JAX_PLATFORMS": "cpu",
-        compilers.MARK: "gpu",
+        compilers.PLATFORM_VARIABLE: "gpu",
     }
     command = [sys.executable, "-c", GATHERED_AGAIN, str(SCRIPT)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)

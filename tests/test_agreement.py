@@ -12,19 +12,20 @@ import pytest
 from jppo import settings, train
 from jppo.errors import UserError
 from jppo.learner import batch, estimate, ppo
-from jppo.learner.make import make_learner, make_mesh
+from jppo.learner.make import make_mesh
 from jppo.models import config_reader, decoder, hf
 from jppo.preflight import models_and_data
-from jppo.preflight.preview import preview_run, sampling_warnings
+from jppo.preflight.preview import preview_run
 from jppo.rollout.make import make_publish_settings, open_engine
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_policy
 from jppo.run import agreement
-from jppo.run.agreement import LogpGap, Match, Mismatch, MismatchLimits, agree
+from jppo.run.agreement import LogpGap, Match, Mismatch, MismatchLimits, agree, sampling_warnings
 from jppo.run.inputs import read_inputs
+from jppo.run.make import make_learner
 from jppo.samples.make import step_sampling
 from jppo.types import Batch, Reward
-from tests import make
+from tests import agreements, make
 from tests.make import read_lines, typed
 
 CUT = {"rollout.top_p": 0.7, "rollout.top_k": 5, "rollout.min_p": 0.1}
@@ -59,28 +60,14 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
         agree(typed(c), inputs, learner, now, sampler, 0)
 
 
-@pytest.fixture(scope="module")
-def cases():
-    """benchmarks/agreement.py, whose table has more of the same cases."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(make.ROOT / "benchmarks")
-        script = make.script("benchmarks/agreement.py")
-        patch.setattr(script, "POOL", 32)
-        patch.setattr(script, "TOKENS", 16)
-        patch.setattr(script, "RATES", (1e-2,))
-        patch.setattr(script, "DTYPES", ("bfloat16",))
-        yield script
+def test_right_engines_with_the_published_spread_pass():
+    assert {(one["start"], one["publish"]) for one in agreements.published(100)} == {(0, 0)}
 
 
-def test_right_engines_with_the_published_spread_pass(cases):
-    assert {(one["start"], one["publish"]) for one in cases.published(100)} == {(0, 0)}
-
-
-def test_right_weights_pass_and_wrong_ones_do_not(cases):
-    config = cases.SHAPE | cases.RANDOM["random mixture, 2 of 8 experts"] | {"num_hidden_layers": 2, "vocab_size": 128}
-    cfg = config_reader.parse_config(config, path="here")
+def test_right_weights_pass_and_wrong_ones_do_not():
+    cfg = config_reader.parse_config(agreements.SHAPE, path="here")
     values = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype="float32")
-    for one in cases.of_model("mixture", cases.make_model(cfg, values), 6, 24):
+    for one in agreements.of_model("mixture", agreements.make_model(cfg, values), 6, 24):
         assert one["start"] == one["publish"] == (0 if one["weights"] == "right" else one["cases"]), one
 
 

@@ -12,8 +12,8 @@ from examples import arithmetic
 from jppo import settings
 from jppo.errors import UserError
 from jppo.learner import batch
-from jppo.learner import make as learning
 from jppo.run.api.losses import NO_REFERENCE, Losses
+from jppo.run.make import make_passes, make_recipe
 from jppo.settings import changed
 from jppo.settings.table import TABLE
 from jppo.types import Reward
@@ -93,8 +93,8 @@ def by_training(m, whole, loss, options):
     """The gradients of the mini-batches of a step of `jppo.train`."""
     learner, rows, one = m._parts.learner, np.arange(N), trained(m, loss)
     c = settings_with(m, loss, options)
-    recipe = learning.make_recipe(c)
-    passes = learning.make_passes(c, recipe, m._parts.inputs, learner.mesh)
+    recipe = make_recipe(c)
+    passes = make_passes(c, recipe, m._parts.inputs, learner.mesh)
     shape = (2 * N, whole.mask.shape[1])  # as with padding
     flat = batch.flatten(whole.trajectories, [Reward(0.0, {}, None)] * N, rows, shape=shape)
 

@@ -1,6 +1,5 @@
-"""benchmarks/: the FLOP by hand, the batches, the reports, and a tiny shape of each script for real."""
+"""benchmarks/: the FLOP by hand, the batches, the reports, and a tiny model for real."""
 
-import dataclasses
 import gzip
 import json
 import os
@@ -31,70 +30,54 @@ def beside():
 
 
 @pytest.fixture(scope="module")
-def bench(beside):
-    return script("throughput")
+def work(beside):
+    return script("work")
 
 
 @pytest.fixture
-def tiny(bench):
+def tiny(work):
     """2 layers, width 8, MLP 12, 2 heads of 4, 1 key/value head, vocabulary 10."""
-    return config_reader.parse_config(bench.hf_config(2, 8, 12, 2, 1, 10), path="here")
+    return config_reader.parse_config(work.hf_config(2, 8, 12, 2, 1, 10), path="here")
 
 
-def test_the_measured_steps_run(bench, tiny, monkeypatch):
-    """Of `throughput`, `scale`, `prefix`, `models`, once at a tiny shape each: they use the trainer's own functions."""
-    scale, prefix, models = script("scale"), script("prefix"), script("models")
-    monkeypatch.setitem(bench.SHAPES, "tiny", (1, 8, 12, 2, 1, 16))
-    c = bench.make_config("none: the weights are random", "float32", [])
-    seconds, packed = bench.time_stages(c, tiny, bench.make_batch(tiny, [16] * 64), rollout=False, repeats=1)
-    assert {"old_log_prob", "values", "update_actor", "update_critic"} <= seconds.keys() and packed["rows"]
-    run, about = scale.make_case("tiny", np.array([4] * 8), 4, [])
-    assert run().keys() == scale.TIMED.keys() and about["tokens"] == 64
-    found = prefix.measure("tiny", "4:2-4", samples=4, sequences=8, repeats=1)
-    assert all(len(x["update_actor"]["wall"]) == 1 for x in found["packings"].values())
-    measured = models.measure("tiny", models.make_config("tiny", "float32", []), np.asarray([16] * 8), repeats=1)
-    assert len(measured["passes"]) == 4 and not measured["left_out"]
-
-
-def test_flops_by_hand(bench, tiny):
+def test_flops_by_hand(work, tiny):
     """Of 3 + 2 tokens; tests/learner/test_cost.py counts other models product by product."""
     # Weights of a layer: q and o 8*8, k and v 8*4, three of the MLP 8*12; 480. A product and a sum for each.
     dense = 2 * 2 * 5 * 480
     # Token t sees t keys: 1+2+3+4+5 = 15 pairs; each is a product with k and one with v, of 8 = 2 heads of 4.
     attention = 2 * 2 * 15 * (8 + 8)
     head = 2 * 2 * 8 * 10  # the 2 tokens of the response
-    assert bench.forward_flops(tiny, [2], prompt=3, lm_head=True) == dense + attention + head
-    assert bench.forward_flops(tiny, [2, 2], prompt=3, lm_head=False) == 2 * (dense + attention)
+    assert work.forward_flops(tiny, [2], prompt=3, lm_head=True) == dense + attention + head
+    assert work.forward_flops(tiny, [2, 2], prompt=3, lm_head=False) == 2 * (dense + attention)
     # Rank 2, A and B: q and o 8*2 + 2*8, k and v 8*2 + 2*4, gate and up 8*2 + 2*12, down 12*2 + 2*8; 232 a layer.
     how = lora.Lora(2, 16.0, lora.parse_targets("all-linear"))
-    found = script("work").lora_update_flops(tiny, how, [2], prompt=3)
+    found = work.lora_update_flops(tiny, how, [2], prompt=3)
     assert found == 2 * dense + 3 * attention + 2 * head + 3 * 2 * 2 * 5 * 232
-    flops = bench.stage_flops(tiny, [2, 5], prompt=3)
-    assert flops["gen"] == flops["old_log_prob"] == bench.forward_flops(tiny, [2, 5], prompt=3, lm_head=True)
-    assert flops["update_actor"] == 3 * flops["old_log_prob"]
-    assert flops["update_critic"] == flops["update_actor"] - 3 * 2 * 7 * 8 * 10 == 3 * flops["values"]
-    stages = ("gen", "old_log_prob", "values", "update_critic", "update_actor")
-    assert flops["step"] == sum(flops[stage] for stage in stages) and flops["update_weights"] == 0
+    flops = work.stage_flops(tiny, [2, 5])
+    assert flops["logprobs"] == work.forward_flops(tiny, [2, 5], prompt=64, lm_head=True)
+    assert flops["actor"] == 3 * flops["logprobs"] and flops["update"] == flops["actor"] + flops["critic"]
+    assert flops["critic"] == flops["actor"] - 3 * 2 * 7 * 8 * 10
 
 
-def test_the_batch_is_ragged_and_always_the_same(bench, tiny):
-    responses = bench.response_lengths()
+def test_the_batch_is_ragged_and_always_the_same(work, tiny):
+    responses = work.response_lengths()
     assert responses.shape == (64,) and responses.min() >= 16 and responses.max() <= 128
-    np.testing.assert_array_equal(responses, bench.response_lengths())
-    trajectories = bench.make_batch(tiny, responses)
+    np.testing.assert_array_equal(responses, work.response_lengths())
+    trajectories = work.make_batch(tiny, responses)
     assert sum(len(t.tokens) for t in trajectories) == 64 * 64 + responses.sum() == 8772
     assert [int(t.sampled.sum()) for t in trajectories] == responses.tolist()
     assert all(not t.sampled[:64].any() and t.sampled[64:].all() for t in trajectories)
     assert all(t.tokens.min() >= 1 and t.tokens.max() < 10 for t in trajectories)
 
 
-def test_settings_can_be_changed_and_are_checked(bench):
-    c = bench.make_config("model", "bfloat16", ["data.row_lengths=2", "data.packing=none"])
+def test_settings_can_be_changed_and_are_checked():
+    models = script("models")
+    c = models.make_config("model", "bfloat16", ["data.row_lengths=2", "data.packing=none"])
     assert (c.data.row_lengths, c.data.packing) == (2, "none")
     assert c.model.compute_dtype == c.rollout.dtype == "bfloat16"
     for wrong in ("data.row_length=2", "data.row_lengths=two", "data.row_lengths=0", "data"):
         with pytest.raises(UserError):
-            bench.make_config("model", "float32", [wrong])
+            models.make_config("model", "float32", [wrong])
 
 
 def test_a_machine_has_no_name_of_its_own():
@@ -105,17 +88,12 @@ def test_a_machine_has_no_name_of_its_own():
 
 
 WRONG = {
-    "throughput": ("--shapes=S,XL", "--repeats=0"),
-    "gae": ("--shapes=256", "--shapes=0x1024", "--shapes=4x64", "--repeats=0"),
-    "attention": ("--shapes=2x64", "--shapes=0x64x4x2x16", "--shapes=2x64x4x3x16", "--window=0", "--repeats=0"),
-    "models": ("--models=S,XL", "--models=S --repeats=0", "--models=S --tokens=0", "--models=S --set=model.remat=some"),
+    "models": ("--models=S,XL", "--models=S --repeats=0", "--models=S --tokens=0", "--models=S --length=1"),
+    "memory": ("--models=XL",),
     "rollout": ("--models=XL", "--repeats=0", "--models=S --sample=q05"),
     "contest": ("--shapes=XL", "--shapes=S --dtypes=int8", "--shapes=S --peers=verl", "--shapes=S --repeats=0",
                 "--shapes=S --envs=none"),
-    "quickstart": ("--learn=float8", "--profiled=0", "--steps=3 --profiled=3", "--run=none"),
-    "together": ("--only=gae,nothing", "--args=gae", "--args=nothing=--x"),
-    "threads": ("--model=none --repeats=0", "--model=none --threads=0", "--model=none --busy=-1", "--model=none"),
-    "gpu": ("--models=XL", "--length=1"),
+    "quickstart": ("--profiled=0", "--steps=3 --profiled=3", "--run=none"),
     "grpo": ("--steps=1", "--python=none", "--run=none --python=/bin/sh", "--python=/bin/sh --micro_batch=0"),
 }  # fmt: skip
 
@@ -124,100 +102,6 @@ WRONG = {
 def test_a_wrong_command_is_one_line(name, capsys):
     for words in WRONG[name]:
         make.one_line(capsys, script(name).main, *words.split())
-
-
-def test_gae_is_measured_and_its_forms_agree(monkeypatch, tmp_path, capsys):
-    gae = script("gae")
-    monkeypatch.setattr(gae, "UNROLLS", (2,))
-    gae.main(["--shapes=8x256,2x130", "--repeats=3", f"--out={tmp_path}"])
-    out = capsys.readouterr().out
-    (file,) = tmp_path.iterdir()
-    assert str(file) in out and file.name.endswith("-gae.json")
-    result = json.loads(file.read_text())
-    for (R, T), (shape, measured) in zip([(8, 256), (2, 130)], result["shapes"].items(), strict=True):
-        assert shape == f"{R}x{T}" and measured["bytes"] == R * T * 17
-        assert out.count(f"| {shape} |") == len(measured["forms"]) == 9
-        medians = {name: np.median(form["seconds"]) for name, form in measured["forms"].items()}
-        for name, form in measured["forms"].items():
-            assert len(form["seconds"]) == 3 and min(form["seconds"]) > 0
-            assert form["of_jppo"] == pytest.approx(medians[name] / medians["jppo"])
-            assert form["of_moving_the_bytes"] == pytest.approx(medians[name] / medians["bytes moved, jax"])
-            assert ("difference" in form) != name.startswith("bytes")
-            assert form.get("difference", 0.0) < 1e-6
-        assert measured["forms"]["Python, loop over tokens"]["scaled_by"] == R / min(R, 4)
-    monkeypatch.setattr(gae, "UNROLLS", ())
-    monkeypatch.setattr(gae, "by_tree", lambda a, b: b)
-    with pytest.raises(AssertionError, match="associative_scan differs from jppo"):
-        gae.measure(2, 128, repeats=1)
-
-
-def test_exact_kl_holds_a_few_chunks_whatever_the_tokens_and_the_vocabulary(tmp_path, capsys):
-    exact_kl = script("exact_kl")
-    chunk = 2**16
-    argv = ["--tokens", "512", "4096", "--vocab", "1024", "4096", "--width", "4", "--chunk_bytes", str(chunk)]
-    exact_kl.main([*argv, "--repeats", "1", "--out", str(tmp_path)])
-    (path,) = tmp_path.glob("*-exact_kl.json")
-    cases = json.loads(path.read_text())["cases"]
-    assert [(case["tokens"], case["vocabulary"]) for case in cases] == [
-        (512, 1024), (4096, 1024), (512, 4096), (4096, 4096),
-    ]  # fmt: skip
-    for case in cases:
-        states = 4 * 4 * (4096 + 4096)  # of every token and word, once
-        assert chunk < case["temporaries"] < 8 * chunk + 8 * states < case["all_logits"] * 9, case
-    assert cases[3]["temporaries"] < cases[3]["all_logits"] / 50
-    assert "| 4,096 | 4,096 |" in capsys.readouterr().out
-
-
-@pytest.fixture
-def attention():
-    return script("attention")
-
-
-def test_attention_on_a_cpu_is_xla_alone_and_the_table_says_so(attention, tmp_path, capsys):
-    attention.main(["--shapes=2x64x4x2x16", "--window=20", "--repeats=2", f"--out={tmp_path}"])
-    out = capsys.readouterr().out
-    (file,) = tmp_path.iterdir()
-    assert str(file) in out and file.name.endswith("-attention.json")
-    for name, where in (("cudnn", "gpu"), ("pallas", "gpu"), ("splash", "tpu")):
-        assert f"Left out: {name}: it runs on a {where}, and the devices are of platform cpu.\n" in out
-    result = json.loads(file.read_text())
-    assert (result["dtype"], result["window"]) == ("float32", 20)
-    assert [case["trajectories"] for case in result["cases"]] == [1, 4]
-    for case in result["cases"]:
-        (xla,) = case["kernels"].values()
-        assert len(xla["forward"]) == len(xla["both"]) == 2 and min(xla["forward"] + xla["both"]) > 0
-        assert xla["temporaries"] > 0 and xla["difference"] < 1e-6
-    assert out.count("| 2x64x4x2x16 |") == out.count("| xla |") == 2
-
-
-def test_a_kernel_of_attention_that_is_wrong_fails_or_does_not_fit_is_said(attention, monkeypatch):
-    def kernels(needs, other):
-        return {
-            "xla": attention.fused.make_attention("xla", needs),
-            "splash": attention.fused.make_attention("xla", other),
-        }, {}
-
-    how = dict(dtype="float32", window=9, repeats=1)
-    monkeypatch.setattr(attention, "attends", lambda needs: kernels(needs, needs))
-    case = attention.measure((1, 32, 2, 1, 16), 4, **how)
-    assert list(case["kernels"]) == ["xla", "splash"] and case["kernels"]["splash"]["difference"] < 1e-6
-    monkeypatch.setattr(attention, "attends", lambda needs: kernels(needs, dataclasses.replace(needs, windows=(3,))))
-    wrong = attention.measure((1, 32, 2, 1, 16), 4, **how)
-
-    def raising(error):
-        def fail(*_):
-            raise error
-
-        monkeypatch.setattr(attention, "difference", fail)
-        return attention.measure((1, 32, 2, 1, 16), 1, **how)
-
-    case = raising(attention.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"))
-    assert case["kernels"] == {} and case["left_out"]["xla"] == "it runs out of memory"
-    cases = [wrong, case, raising(NotImplementedError("no such instruction"))]
-    found = attention.faults({"dtype": "float32", "cases": cases})
-    assert [line.split(" at ")[0] for line in found] == ["splash", "xla", "splash"]
-    assert "differs from XLA by" in found[0]
-    assert found[1].endswith("with 1 a row: it fails: NotImplementedError: no such instruction")
 
 
 @pytest.fixture
@@ -234,21 +118,28 @@ def test_a_part_of_the_batch_is_whole_sequences(models):
         assert models.some(responses, tokens).tolist() == responses[:sequences].tolist()
 
 
-def test_what_does_not_fit_is_left_out_and_said(models, monkeypatch, capsys):
-    c = models.make_config("tiny", "float32", [])
-    monkeypatch.setattr(models, "room", lambda: 2**30)
-    models.check_room(9 * 2**26)
-    with pytest.raises(models.TooLarge, match=r"it takes 1\.0 GiB more, and 1\.0 are free"):
-        models.check_room(2**30)
-    monkeypatch.setattr(models, "room", lambda: 1000)
-    measured = models.measure("tiny", c, np.asarray([36]), repeats=1)
-    assert measured["passes"] == {} and len(measured["left_out"]) == 4
-    assert "tiny: update left out" in capsys.readouterr().err
+def test_the_passes_of_a_model_are_measured_by_the_trainers_own_functions(models):
+    measured = models.measure("tiny", models.make_config("tiny", "float32", []), np.asarray([16] * 8), repeats=1)
+    assert len(measured["passes"]) == 4 and not measured["left_out"]
+    assert all(x["tokens"] == 8 * 80 and len(x["seconds"]) == 1 for x in measured["passes"].values())
+
+
+def test_a_pass_that_runs_out_of_memory_is_left_out_and_said(models, monkeypatch, capsys):
+    def full(s, **_):
+        raise models.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    for name in ("logprobs", "updated"):
+        monkeypatch.setattr(models, name, full)
+    monkeypatch.setattr(models, "forward", lambda s: {"seconds": [1.0]})
+    measured = models.measure("tiny", models.make_config("tiny", "float32", []), np.asarray([16]), repeats=1)
+    assert list(measured["passes"]) == ["hidden states"] and set(measured["left_out"].values()) == {
+        "it ran out of memory"
+    }
+    assert "tiny: log-probs it ran out of memory" in capsys.readouterr().err
 
 
 def test_models_by_default_have_the_numbers_they_are_known_by():
     models = script("models")
-    assert models.BY_DEFAULT == ("S", "M", "q05")
     parameters = {}
     for name in ("q15", "q7"):
         cfg = config_reader.parse_config(models.MODELS[name], path=name)
@@ -260,7 +151,7 @@ def test_models_by_default_have_the_numbers_they_are_known_by():
     assert (cfg.head_dim, cfg.qkv_bias, cfg.tie_word_embeddings) == (64, True, True)
     c = models.make_config("q05", "float32", [])
     what = models.state.model_weights(cfg, make_mesh(typed(c)), head="lm", param_dtype="float32")
-    assert models.size(models.abstract(what.shapes, what.shardings)) == 4 * 494_032_768  # as its card counts them
+    assert sum(x.size for x in models.jax.tree.leaves(what.shapes)) == 494_032_768  # as its card counts them
     assert c.model.scan_layers and not models.make_config("M", "float32", []).model.scan_layers
 
 
@@ -359,17 +250,6 @@ def test_a_contestant_that_does_other_work_is_not_measured(contest):
             contest.agree(both, {"a": {"logp": -2.0}, "b": {"logp": wrong}, "c": {"logp": -2.0}})
 
 
-def test_how_far_rates_are_apart():
-    scale = script("scale")
-
-    def case(tokens, flops, seconds):
-        return {"tokens": tokens, "flops": {"update": flops, "logprobs": flops}, "seconds": {"update": seconds}}
-
-    cases = {"1 x": case(100, 50, [1.0, 9.0, 1.0]), "4 x": case(400, 200, [5.0]), "16 x": case(1600, 900, [15.0])}
-    assert scale.worst("batch", cases, "update") == pytest.approx(1 - 80 / 100)  # a faster one is no fault
-    assert scale.worst("lengths", cases, "update") == pytest.approx(0.2)  # 50, 40 and 60 FLOP a second
-
-
 def test_products_that_overlap_count_once(tmp_path):
     quickstart = script("quickstart")
     assert quickstart.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.0, 1.5)]) == 4.0
@@ -387,7 +267,7 @@ def test_products_that_overlap_count_once(tmp_path):
 def test_a_product_is_found_in_the_trace_of_one(tmp_path):
     """The names of events are XLA's; if they change, the share of products would be 0."""
     quickstart = script("quickstart")
-    jax = script("throughput").jax
+    jax = script("models").jax
     multiply = jax.jit(lambda a, b: jax.numpy.tanh(a @ b))
     a = jax.numpy.ones((256, 256))
     jax.block_until_ready(multiply(a, a))
@@ -395,19 +275,3 @@ def test_a_product_is_found_in_the_trace_of_one(tmp_path):
         jax.block_until_ready(multiply(a, a))
     (file,) = tmp_path.rglob("*.trace.json.gz")
     assert 0 < quickstart.product_seconds(file) < 5
-
-
-def test_scripts_run_together_into_one_file_and_one_page(monkeypatch, tmp_path, capsys):
-    together = script("together")
-    small = ("--tokens=64", "--vocab=64", "--width=4", "--chunk_bytes=65536", "--repeats=1")
-    monkeypatch.setitem(together.SCRIPTS, "exact_kl", small)
-    with pytest.raises(SystemExit) as e:
-        together.main(["--only=exact_kl,gae", "--args", "gae=--no-such-option", f"--out={tmp_path}"])
-    assert e.value.code == "failed: gae"
-    (file,) = tmp_path.glob("*.json")
-    found = json.loads(file.read_text())["scripts"]
-    assert found["exact_kl"]["exit_code"] == 0 and found["exact_kl"]["result"]["cases"][0]["tokens"] == 64
-    assert found["gae"] == {"exit_code": 2, "result": None}
-    page = file.with_suffix(".md").read_text()
-    assert page.startswith("## exact_kl\n") and "| 64 | 64 |" in page
-    assert page.endswith("## gae\n\n**It ended with exit code 2.**\n") and page in capsys.readouterr().out

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from jppo import chat
-from jppo.chat import ChatModel, Conversation, fitting
+from jppo.chat import ChatModel, Conversation, drop_oldest
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
 from jppo.errors import UserError
 from jppo.rollout.inprocess import InprocessEngine
@@ -215,18 +215,18 @@ def joined(messages):
     ],
 )
 def test_the_oldest_turns_of_both_sides_go(room, kept):
-    messages, ids = fitting(turns("aa", "bb", "cc", "dd", "ee"), joined, room)
+    messages, ids = drop_oldest(turns("aa", "bb", "cc", "dd", "ee"), joined, room)
     assert "".join(map(chr, ids)) == kept == "|".join(m["content"] for m in messages)
     assert messages[0]["role"] == "user"
 
 
 def test_a_system_message_stays():
-    messages, ids = fitting(turns("aa", "bb", "cc", system="s"), joined, 5)
+    messages, ids = drop_oldest(turns("aa", "bb", "cc", system="s"), joined, 5)
     assert [m["content"] for m in messages] == ["s", "cc"] and len(ids) == 4
 
 
 def test_what_was_said_last_must_fit():
     with pytest.raises(UserError, match="3 tokens, but 2 fit"):
-        fitting(turns("aa", "bb", "ccc"), joined, 2)
+        drop_oldest(turns("aa", "bb", "ccc"), joined, 2)
     with pytest.raises(UserError, match="4 tokens with the system message, but 3 fit"):
-        fitting(turns("aa", "bb", "cc", system="s"), joined, 3)
+        drop_oldest(turns("aa", "bb", "cc", system="s"), joined, 3)

@@ -19,10 +19,10 @@ from jppo.agent import make as agent
 from jppo.data import gsm8k
 from jppo.errors import UserError, UserErrors
 from jppo.learner import make, sharding
-from jppo.learner.make import batch_shape, make_epochs
-from jppo.rewards import make as reward
+from jppo.rewards import make_models as reward
 from jppo.rewards.classifier import Classifier
-from jppo.rollout.make import connections
+from jppo.rollout.servers.make import max_connections
+from jppo.run.make import batch_shape, make_epochs
 from jppo.settings import parts, table, texts
 from jppo.settings.setting import OTHER_NAMES, OTHER_VALUES
 from jppo.settings.table import TABLE
@@ -857,7 +857,7 @@ def read_by_parts(config, monkeypatch):
 
     config.reward.judge.api_type, config.reward.judge.model, config.reward.judge.preset = "openai", "m", "math"
     config.reward.judge.base_url = "http://127.0.0.1:9/v1"
-    reward.make_judge(read()).close()
+    reward.make_judge(read().reward.judge).close()
     for name in ("JaxRewardModel", "TransformersRewardModel", "VllmRewardModel", "Texts"):
         monkeypatch.setattr(reward, name, lambda *_, **__: None)
     for name in ("load_tokenizer", "check_vllm"):
@@ -868,11 +868,11 @@ def read_by_parts(config, monkeypatch):
     log = pathlib.Path(config.trainer.run_dir)
     for engine, steps in (("jax", ""), ("transformers", ""), ("vllm", ""), ("jax", "min")):
         config.reward.model.engine, config.reward.model.step_aggregation = engine, steps
-        reward.make_reward_model(read(), None, mesh, log).testing()
+        reward.make_reward_model(read().reward.model, None, mesh, log).testing()
     talks = config.rollout.multi_turn
     talks.enable, talks.format, talks.tool_config_path = True, "plain", str(ROOT / "configs/agent_calculator.yaml")
     agent.make_agent(read(), None, ()).close()
-    monkeypatch.setattr(agent, "enough", lambda *_: 1)
+    monkeypatch.setattr(agent, "character_limit", lambda *_: 1)
     config.rollout.agent, config.rollout.agent_format = "true", "plain"
     agent.make_gateway(read(), None, ())
     assert batch_shape(read(), mesh)[0] >= config.rollout.agent_branches
@@ -962,6 +962,6 @@ def test_critic_epochs_are_the_actors_unless_set():
 
 def test_requests_in_flight_follow_max_num_seqs():
     config = settings.default()
-    assert [connections(typed(config)) for config.rollout.max_num_seqs in (8, 1024)] == [256, 1024]
+    assert [max_connections(typed(config)) for config.rollout.max_num_seqs in (8, 1024)] == [256, 1024]
     config.rollout.max_concurrent_requests = 64
-    assert connections(typed(config)) == 64
+    assert max_connections(typed(config)) == 64

@@ -18,11 +18,12 @@ from jppo.errors import UserError
 from jppo.forecast import machines
 from jppo.forecast.machines import GIB
 from jppo.learner import packing
-from jppo.learner.make import list_run_programs, make_learner, make_mesh, plan_of_run, run_programs
+from jppo.learner.make import make_mesh
 from jppo.models import decoder
 from jppo.preflight import memory, memory_budget, preview, programs, servers
-from jppo.preflight.preview import DryRun
+from jppo.preflight.request import DryRun
 from jppo.run.inputs import read_inputs
+from jppo.run.make import list_run_programs, make_learner, plan_of_run, run_programs
 from tests.make import typed, write_lines
 
 KEY = jax.random.key(0)
@@ -129,9 +130,9 @@ def test_full_length_batches_are_cut_as_the_packer_cuts_them(small_run):
     assert len({id(t.tokens) for t in step_of_two}) == len({len(t.tokens) for t in step_of_two}), "arrays are shared"
     # 12 samples in minis of 4; the packer has rows for 8 devices, so that each mini is one micro-batch
     plan = plan_of_run(typed(small_run), mesh, inputs.policy, inputs.total_steps)
-    assert programs.descents(step, plan, epochs=3, size=4) == programs.Descents(3, 3, 4, 1)
+    assert programs.count_descents(step, plan, epochs=3, size=4) == programs.Descents(3, 3, 4, 1)
     narrow = packing.Plan((13,), ((2, 1),), share_rows=False)
-    assert programs.descents(step, narrow, epochs=1, size=5) == programs.Descents(1, 3, 5, 3)  # 2 + 2 + 1 rows
+    assert programs.count_descents(step, narrow, epochs=1, size=5) == programs.Descents(1, 3, 5, 3)  # 2 + 2 + 1 rows
 
 
 @pytest.mark.parametrize("has, verdict", [(None, "OK"), (1000, "OK"), (999, "WARN"), (900, "WARN"), (899, "FAIL")])
@@ -183,7 +184,7 @@ def test_a_gpu_has_a_share_for_its_server(small_run):
     )
     values = jax.eval_shape(lambda key: decoder.init_params(inputs.policy, key, head="lm", param_dtype="float32"), KEY)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(values))
-    assert [memory.served(inputs.policy, dtype) for dtype in ("float32", "bfloat16")] == [4 * count, 2 * count]
+    assert [memory.engine_bytes(inputs.policy, dtype) for dtype in ("float32", "bfloat16")] == [4 * count, 2 * count]
     assert servers.server_memory(typed(small_run), inputs.policy, 4 * count, cpu) is None  # it is the host's
     server = servers.server_memory(typed(small_run), inputs.policy, 4 * count, gpu)
     assert (server.weights, server.fraction, server.cache, server.graphs) == (4 * count, 0.4, 0, 0)

@@ -282,7 +282,7 @@ def test_devices_that_share_parameters_or_a_server(words, shares, lacking):
     found = translate(words.split())
     names = ("mesh.fsdp", "mesh.data", "rollout.servers", "rollout.tensor_model_parallel_size")
     assert tuple(found.settings[name] for name in names) == shares
-    assert [line.said for line in found.lines if line.kind == "missing"] == lacking
+    assert [line.text for line in found.lines if line.kind == "missing"] == lacking
 
 
 def test_tools_by_the_agent_loop(capsys):
@@ -359,7 +359,7 @@ def test_sglang_does_not_sample_from_experts(word):
     """jppo refuses to publish them to SGLang."""
     found = translate([word, "actor_rollout_ref.rollout.name=sglang"])
     assert "rollout.name" not in found.settings  # vllm
-    assert [line.said for line in found.lines if line.kind == "missing"] == ["actor_rollout_ref.rollout.name=sglang"]
+    assert [line.text for line in found.lines if line.kind == "missing"] == ["actor_rollout_ref.rollout.name=sglang"]
     dense = translate([f"{MODEL}=deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "actor_rollout_ref.rollout.name=sglang"])
     assert dense.settings["rollout.name"] == "sglang" and {line.kind for line in dense.lines} == {"same"}
 
@@ -383,20 +383,23 @@ def test_what_jppo_refuses_is_said_in_its_own_words(capsys):
 def test_every_row_of_the_table_can_be_met():
     known = table.by_name(settings.default()) | table.by_name(settings.sft_default())
     for name in names.KEYS:
-        found = names.find_name(name.key)
+        found = names.find_row(name.key)
         assert found is not None and (found is name or "*" in name.key or found.key == name.key), name.key
         assert (name.kind == "same") == bool(name.setting) and (not name.setting or name.setting in known), name.key
         assert name.kind == "same" or name.why, name.key
     keys = [name.key for name in names.KEYS]
     assert len(keys) == len(set(keys))
-    assert all(names.today(new) == new and (new.endswith(".") or names.find_name(new)) for new in names.OLDER.values())
+    assert all(
+        names.current_key(new) == new and (new.endswith(".") or names.find_row(new)) for new in names.OLDER.values()
+    )
 
 
 def test_the_page_is_the_table(capsys):
     from_verl.main(["--names"])
     printed = capsys.readouterr().out
     assert printed == names.page()
-    shown = names.page(whole=False)
+    shown = names.page(whole=False).partition("\n### What follows from several")[0]
+    assert shown.count("\n- ") == sum(name.kind == "same" for name in names.KEYS)
     assert (ROOT / "docs/verl.md").read_text(encoding="utf-8").endswith(shown) and printed.startswith(shown)
 
 

@@ -35,7 +35,7 @@ def test_servers_get_the_policy_while_the_critic_learns(small_run, engine, monke
     train.train(small_run)
     assert seen == ["actor", "critic"] * 2
     monkeypatch.undo()
-    monkeypatch.setattr("jppo.rollout.make.start_vllm", lambda *_, **__: engine)
+    monkeypatch.setattr("jppo.rollout.servers.make.start_vllm", lambda *_, **__: engine)
     monkeypatch.setattr(make, "may_overlap", lambda *_: False)
     small_run.trainer.run_dir, first = str(tmp_path / "after"), small_run.trainer.run_dir
     train.train(small_run)

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from jppo import settings, train
 from jppo.distributed.hosts import Hosts
 from jppo.errors import UserError
-from jppo.rollout.make import own_urls
+from jppo.rollout.servers.make import host_urls
 from jppo.run import start
 from jppo.run.start import require_shareable
 from jppo.settings import table
@@ -236,10 +236,10 @@ def test_hosts_must_agree_on_what_cannot_be_shared(config):
 
 def test_servers_that_are_named_are_shared_out():
     urls = ["a", "b", "c", "d", "e"]
-    assert [own_urls(Hosts(rank, 2), urls) for rank in (0, 1)] == [["a", "b"], ["c", "d", "e"]]
-    assert own_urls(Hosts(1, 2), []) == []
+    assert [host_urls(Hosts(rank, 2), urls) for rank in (0, 1)] == [["a", "b"], ["c", "d", "e"]]
+    assert host_urls(Hosts(1, 2), []) == []
     with pytest.raises(UserError, match=r"rollout.urls names 1 .* each of 2 hosts"):
-        own_urls(Hosts(0, 2), ["a"])
+        host_urls(Hosts(0, 2), ["a"])
 
 
 def test_the_mark_of_a_shared_folder_is_new_in_one_that_is_there(tmp_path):

@@ -281,7 +281,7 @@ def test_honest_clients_are_answered_beside_half_open_ones(sent):
 
 
 def test_unfinished_bodies_have_a_bound_all_together(monkeypatch):
-    monkeypatch.setattr(http_server, "_MOST_HELD", 2**20)
+    monkeypatch.setattr(http_server, "_MAX_HELD", 2**20)
 
     async def answer(call):
         return json_reply({"read": len(call.body)})

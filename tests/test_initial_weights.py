@@ -6,9 +6,10 @@ import pytest
 
 from examples import arithmetic
 from jppo.errors import UserError
-from jppo.learner.make import make_learner, make_mesh
+from jppo.learner.make import make_mesh
 from jppo.models import hf
 from jppo.run.inputs import read_inputs
+from jppo.run.make import make_learner
 from tests.make import typed
 
 

@@ -23,7 +23,16 @@ LAYERS = (
     ("rollout", "forecast"),
     ("rewards",),
     ("agent", "samples", "report", "verl"),
-    ("run.inputs", "run.loop", "run.resume", "run.agreement", "run.supervised", "run.trained_model"),
+    (
+        "run.tokenizer",
+        "run.make",
+        "run.inputs",
+        "run.loop",
+        "run.resume",
+        "run.agreement",
+        "run.supervised",
+        "run.trained_model",
+    ),
     ("check",),  # COMMANDS_BELOW
     ("preflight",),
     ("run",),
@@ -160,6 +169,7 @@ READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight"),
     *(f"jppo.{command}" for row in LAYERS[-2:] for command in row),
     *(f"jppo.{room}.make" for room in ("agent", "rewards", "rollout", "runlog", "samples")),
+    *("jppo.rewards.make_models", "jppo.rollout.servers.make"),
     *("jppo.rewards.check", "jppo.report.page", "jppo.verl.translate", "jppo.verl.values"),
     *MAKERS,
 )
@@ -167,7 +177,21 @@ SECTIONS = {name.split(".")[0] for name in table.TABLE}
 PLACES = {tuple(name.split(".")[-2:]) for name in table.TABLE}  # (section, setting)
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
 NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.agent")
-BUT = ("jppo.rollout.inprocess", "jppo.rollout.make", "jppo.rollout.publish")
+BUT = ("jppo.rollout.inprocess", "jppo.rollout.make", "jppo.rollout.servers.make", "jppo.rollout.publish")
+# What training, or a loop on `jppo.open`, imports only where a setting or a switch asks for it.
+OPTIONAL = (
+    "jppo.agent",
+    "jppo.forecast",
+    "jppo.http_server",
+    "jppo.report",
+    "jppo.sandbox",
+    "jppo.tinker",
+    "jppo.verl",
+)
+OPTIONAL += ("jppo.preflight", "jppo.rewards.code", "jppo.rewards.make_models", "jppo.rewards.judge")
+OPTIONAL += ("jppo.rewards.model", "jppo.rewards.classifier", "jppo.rollout.servers")
+OPTIONAL += ("jppo.rollout.sglang", "jppo.rollout.vllm", "jppo.runlog.remote_loggers")
+LIGHT = ("jppo.preflight", "jppo.preflight.request")
 
 
 class Import(NamedTuple):
@@ -304,6 +328,16 @@ def test_a_command_loads_what_takes_seconds_only_where_it_needs_it():
     assert "jppo.doctor" in loaded and not loaded & {"torch", "transformers", "tensorboardX", "vllm", "wandb", "mlflow"}
 
 
+@pytest.mark.parametrize("core", ["jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo", "jppo.run.api.model"])
+def test_optional_rooms_are_loaded_only_where_something_asks_for_them(core):
+    code = f"import sys, {core}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {name for name in done.stdout.split() if any(within(name, room) for room in OPTIONAL)}
+    # The training of a reward model reads texts as a run's reward model does.
+    texts = {"jppo.rewards.classifier", "jppo.rewards.model"} if core == "jppo.reward_model" else set()
+    assert loaded <= {*LIGHT} | texts
+
+
 def test_to_import_jppo_loads_nothing_else():
     code = "import sys; before = {*sys.modules}; import jppo; print(*{*sys.modules} - before)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -312,7 +346,7 @@ def test_to_import_jppo_loads_nothing_else():
 
 def test_the_modules_that_rules_name_are_there():
     tables = (*ONLY_IN.values(), NO_MORE_THAN, BARE, OF_JPPO, MAKERS, NO_MODEL, BUT)
-    tables += (PURE_ROOMS, COMMANDS_BELOW, BY_VLLM, READERS)
+    tables += (PURE_ROOMS, COMMANDS_BELOW, BY_VLLM, READERS, OPTIONAL)
     named = {name for table in tables for name in table} | {f"jppo.{place}" for row in LAYERS for place in row}
     assert {name for name in named - {"jppo.check"} if name not in FILES} == {"configs"}
 
@@ -344,7 +378,7 @@ def test_the_walk_sees_the_project():
         ("jppo.learner.make", "from jppo.settings import Settings", None),
         ("jppo.learner.ppo", "from jppo.settings import Settings", "a pure room reads no settings"),
         ("jppo.learner.ppo", "from jppo import settings", "a pure room reads no settings"),
-        ("jppo.learner.ppo", "from jppo.learner.make import batch_shape", "a pure room sees no maker"),
+        ("jppo.learner.ppo", "from jppo.learner.make import plan_rows", "a pure room sees no maker"),
         ("jppo.learner.ppo", "from jppo.learner import make", "a pure room sees no maker"),
         ("jppo.models.heads", "def f(given):\n    return given.actor.clip_ratio", "reads given.actor.clip_ratio"),
         ("jppo.algorithms.losses", "def f(c):\n    a = c.actor\n    return a.clip_ratio", "reads c.actor"),

@@ -9,10 +9,11 @@ import pytest
 from jppo import settings, sft, train
 from jppo.errors import UserError
 from jppo.learner import batch, packing
-from jppo.learner.make import make_learner, make_mesh
+from jppo.learner.make import make_mesh
 from jppo.models import placing
 from jppo.preflight import preview
 from jppo.run.inputs import read_inputs
+from jppo.run.make import make_learner
 from tests.make import changed, typed, untimed, weights, write_lines
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

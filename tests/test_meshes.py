@@ -8,13 +8,14 @@ import pytest
 from jppo import settings, train
 from jppo.errors import UserError
 from jppo.learner import sharding
-from jppo.learner.make import make_mesh, plan_of_run
+from jppo.learner.make import make_mesh
 from jppo.models import config_reader
 from jppo.models.config import Experts, Routing
 from jppo.models.families import QWEN3
 from jppo.preflight.preview import preview_run
-from jppo.rollout import make as rollout
+from jppo.rollout.servers import make as rollout
 from jppo.run.inputs import read_inputs
+from jppo.run.make import plan_of_run
 from tests.learner.test_state import SHAPE
 from tests.make import typed
 

@@ -1,4 +1,4 @@
-"""benchmarks/modes.py: its modes trained through a real vLLM, its rules, and the table of benchmarks/README.md."""
+"""Modes of rollouts trained through a real vLLM: modes.py, and its rules."""
 
 import importlib.util
 
@@ -6,9 +6,8 @@ import pytest
 
 from jppo import settings
 from jppo.rewards.make import needed_columns
-from tests.make import ROOT, changed, read_lines, script, typed, write_lines
-
-modes = script("benchmarks/modes.py")
+from tests import modes
+from tests.make import changed, typed, write_lines
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +33,6 @@ def test_the_settings_of_a_mode_weigh_every_part_of_the_reward(name):
     mode |= {"reward.model.path": "rm"} if "reward.model.engine" in mode else {}
     c = typed(changed(settings.recipe("quickstart", "runs/modes"), mode))
     assert needed_columns(c) == ()  # not those of rules: the reward is a function
-
-
-def test_the_table_of_the_docs_is_that_of_the_results():
-    files = sorted((ROOT / "benchmarks/results").glob("*-modes.jsonl"))
-    rows = [row for path in files for row in read_lines(path)]
-    last = {row["mode"]: row for row in rows}
-    assert last.keys() <= set(modes.MODES)
-    assert all(row["settings"] == modes.MODES[mode].settings for mode, row in last.items())
-    assert modes.table(rows) in (ROOT / "benchmarks/README.md").read_text()
 
 
 def test_every_figure_that_a_mode_lacks_is_named():

@@ -1,24 +1,16 @@
 """Each optimizer, a user-defined one too, trains and resumes to the bit; one that cannot be made is one line."""
 
-import dataclasses
 import json
 import pathlib
 import re
-from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from examples import arithmetic
 from jppo import reward_model, settings, sft
 from jppo.errors import UserError
-from jppo.learner import catalogue, optim
-from jppo.run import resume, supervised
+from jppo.learner import catalogue
 from jppo.run.inputs import read_inputs
-from jppo.run.resume import former_name
-from jppo.runlog.checkpoint import Checkpoints
-from jppo.runlog.checkpoint_arrays import restore
 from jppo.settings import configfile
 from tests.make import changed, one_line, typed, untimed, weights, write_lines
 
@@ -105,70 +97,12 @@ def test_the_table_has_every_optimizer():
     assert set(RATES) == {*catalogue.OPTIMIZERS, "custom"}
 
 
-class AdamState(NamedTuple):
-    """The state of AdamW in checkpoints from before optimizers were optax chains."""
-
-    steps: Any
-    mu: Any
-    nu: Any
-    master: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FormerState:
-    """The arrays of a former checkpoint of fine-tuning: no step, no key."""
-
-    policy: Any
-    policy_opt: Any
-
-
-@pytest.mark.parametrize("changes", [{}, pytest.param(NARROW, marks=pytest.mark.slow)], ids=["float32", "bfloat16"])
-def test_an_adamw_checkpoint_of_the_former_layout_resumes_to_the_bit(folder, changes, monkeypatch):
-    run = f"former-{len(changes)}"
-    expected = trained(config(folder, f"{run}-new", **changes))
-    real = supervised.remove_padding
-
-    def former(now, spare):
-        saved = real(now, spare)
-        opt = saved.policy_opt
-        master, opt = (opt.master, opt.inner) if isinstance(opt, optim.Master) else (None, opt)
-        adam = (opt.inner if isinstance(opt, optim.Rounded) else opt)[1][0]
-        return FormerState(saved.policy, AdamState(adam.count, adam.mu, adam.nu, master))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(supervised, "remove_padding", former)
-        patch.setattr(resume, "read_checkpoint", lambda *_: None)
-        trained(config(folder, run, **changes))
-    metrics, model = resumed(folder, run, **changes)
-    assert metrics == expected[0][SAVED:] and model == expected[1]
-
-
-def test_each_leaf_of_a_former_checkpoint_can_be_donated(tmp_path):
-    """One count of the former layout is two of this one."""
-    params = {"w": jnp.ones((4, 2), jnp.bfloat16)}
-    moments = jax.tree.map(jnp.ones_like, params)
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        old = AdamState(jnp.int32(7), moments, moments, jax.tree.map(lambda p: p.astype(jnp.float32), params))
-        checkpoints.save(1, FormerState(params, old), {})
-        checkpoints.wait()
-    tx = optim.make_optimizer(
-        lambda rate: optim.adamw(rate, betas=(0.9, 0.9), weight_decay=0.0),
-        grad_clip=1.0, moments_dtype="bfloat16", master=True,
-    )  # fmt: skip
-    like = FormerState(params, tx.init(params))
-    found = restore(tmp_path / "1", like, former_name=former_name).state
-    assert found.policy_opt.inner.steps == found.policy_opt.inner.inner[1][0].count == 7
-    donated = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(found)
-    assert donated.policy_opt.inner.steps == 8 and (donated.policy_opt.inner.inner[1][0].nu["w"] == 2).all()
-
-
 def test_a_checkpoint_of_another_optimizer_is_refused(folder):
-    trained(config(folder, "former-0-new"))
+    trained(config(folder, "of-adamw"))
     with pytest.raises(
         UserError, match=r"optim\.optimizer='lion' was 'adamw' when the checkpoint was written.*old value"
     ):
-        resumed(folder, "former-0-new", **{"optim.optimizer": "lion"})
+        resumed(folder, "of-adamw", **{"optim.optimizer": "lion"})
 
 
 REFUSED = [

@@ -46,7 +46,7 @@ def searched(config, monkeypatch, cost):
     monkeypatch.setattr(plan, "try_settings", attempt)
     monkeypatch.setattr(compilers, "devices_of", lambda machine: [])
     said = []
-    return plan.search(typed(config), INPUTS, MACHINE, rate=0.0, say=said.append), tried, said
+    return plan.search(typed(config), INPUTS, MACHINE, rate=0.0, report=said.append), tried, said
 
 
 def test_each_group_is_tried_on_the_best_so_far(config, monkeypatch):
@@ -104,7 +104,7 @@ SIX = Experts(6, 2, 8, 0, normalized=True, sparse=(True,), names=QWEN3, routing=
     ],
 )
 def test_meshes_have_all_devices_and_stay_within_a_host(machine, experts, count):
-    found = list(plan.meshes(machines.parse_machine(machine), experts))
+    found = list(plan.candidate_meshes(machines.parse_machine(machine), experts))
     sizes = [tuple(one.values()) for one in found]
     assert len(sizes) == len(set(sizes)) == count
     n, each = machines.parse_machine(machine).devices, machines.parse_machine(machine).each
@@ -117,7 +117,7 @@ def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, 
     rows.append(plan.Candidate({"mesh.tensor": 8}, reason="mesh.tensor=8 must divide 28"))
     switches = {"machine": "8xH100", "json": str(tmp_path / "plan.json"), "rollout_tokens_per_s": 0.0}
     monkeypatch.setattr(settings, "parse", lambda *_, **__: (config, switches))
-    monkeypatch.setattr(compilers, "present", lambda machine: True)
+    monkeypatch.setattr(compilers, "is_present", lambda machine: True)
     monkeypatch.setattr(plan, "read_inputs", lambda *_, **__: None)
     monkeypatch.setattr(plan, "search", lambda *_, **__: rows)
     plan.main(["--config=mine.py", "--config.model.remat", "dots", "--machine", "8xH100", "--json=plan.json"])
@@ -139,4 +139,8 @@ def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, 
 
 def test_every_other_way_to_recompute_is_tried(config):
     config.model.remat = "dots"
-    assert [changes["model.remat"] for changes in plan._remat(typed(config), None)] == ["none", "attention", "full"]
+    assert [changes["model.remat"] for changes in plan._other_remats(typed(config), None)] == [
+        "none",
+        "attention",
+        "full",
+    ]

@@ -380,7 +380,7 @@ def test_prompts_that_are_left_over_make_a_shorter_last_step():
         trajectories.Step(4, 9, np.array([5, 6]), {"at": 1}, frozenset({0, 1}), found[0]),
         trajectories.Step(5, 7, np.array([7, 8]), {"at": 2}, frozenset({1}), found[1]),
     ]
-    first, last = trajectories._regrouped(kept, 3, {"at": 9})
+    first, last = trajectories._regroup(kept, 3, {"at": 9})
     assert (first.step, first.version, first.indices.tolist(), first.left) == (3, 9, [5, 6], {0, 1})
     assert (last.step, last.version, last.indices.tolist(), last.left) == (4, 7, [8], {0})
     assert (first.after, first.found) == ({"at": 9}, found[0])

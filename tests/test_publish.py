@@ -81,7 +81,7 @@ def test_beside_the_base_only_adapters_go_out(small_run, policy, monkeypatch):
     small_run.rollout.lora_sync, small_run.model.lora_rank = "adapter", 2
     settings.check(small_run)
     served, now = Served(), types.SimpleNamespace(step=3, policy=None)
-    monkeypatch.setattr(hf_write, "_export", None)  # no tensor is made
+    monkeypatch.setattr(hf_write, "_export_tensor", None)  # no tensor is made
     how = lora.Lora(2, 4.0, lora.parse_targets("all-linear"))
     publish.publish_policy(make_publish_settings(small_run, how), learner_of(cfg, None), served, now)
     assert served.adapters == [3] and served.loaded == []
@@ -124,8 +124,10 @@ def test_an_array_keeps_nothing_of_what_was_fetched_of_it(policy):
 def test_only_so_many_tensors_are_on_their_way(policy, monkeypatch):
     cfg, values = policy
     made = []
-    real = hf_write._on_device
-    monkeypatch.setattr(hf_write, "_on_device", lambda *args: (made.append(pair[0]) or pair for pair in real(*args)))
+    real = hf_write._export_tensors
+    monkeypatch.setattr(
+        hf_write, "_export_tensors", lambda *args: (made.append(pair[0]) or pair for pair in real(*args))
+    )
     monkeypatch.setattr(hf_write, "AHEAD", 0)
     for i, _ in enumerate(hf_write.hf_tensors(values, cfg)):
         assert len(made) <= i + 3

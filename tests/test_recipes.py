@@ -15,11 +15,12 @@ import safetensors.numpy
 from jppo import settings, train
 from jppo.errors import UserError
 from jppo.learner import ppo, state
-from jppo.learner.make import make_adapters, make_learner
+from jppo.learner.make import make_adapters
 from jppo.learner.trainable import Trainable
 from jppo.models import hf, hf_write, lora
 from jppo.rewards import graders
 from jppo.run import start
+from jppo.run.make import make_learner
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.samples import make as prefetch
 from jppo.types import Reward

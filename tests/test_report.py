@@ -162,7 +162,7 @@ def test_stage_times_add_up():
 
 def test_samples_within_the_budget_are_all_kept():
     rows = [row(i) for i in range(50)]
-    kept, packed, ratio = page.fit(rows, 100_000)
+    kept, packed, ratio = page.pack_fitting(rows, 100_000)
     assert ratio == pytest.approx(len(page.compact(rows)) / len(packed))
     assert kept == 50 and unpacked(packed) == rows
 
@@ -170,28 +170,28 @@ def test_samples_within_the_budget_are_all_kept():
 def test_samples_over_the_budget_keep_whole_prompts_evenly_spread():
     rng = np.random.default_rng(0)
     rows = [row(i // 4, response=rng.bytes(300).hex()) for i in range(400)]
-    kept, packed, _ = page.fit(rows, 20_000)
+    kept, packed, _ = page.pack_fitting(rows, 20_000)
     found = [r["uid"] for r in unpacked(packed)]
     assert len(packed) <= 20_000 and kept == len(found) >= 20
     assert set(collections.Counter(found).values()) == {4}
     assert {"u0", "u99"} <= set(found)
-    assert page.fit(rows, 10) == (0, "", page.RATIO)
+    assert page.pack_fitting(rows, 10) == (0, "", page.RATIO)
 
 
 def test_a_very_long_text_is_cut_in_the_middle():
     text = "a" * 30_000 + "b" * 30_000
-    short = page.shortened({"response": [text]})["response"][0]
+    short = page.shorten({"response": [text]})["response"][0]
     assert short.startswith("a" * 10_000) and short.endswith("b" * 10_000) and "40,000 characters" in short
     assert len(short) < 20_100
 
 
 @pytest.mark.parametrize("count, most, expected", [(3, 5, [0, 1, 2]), (9, 3, [0, 4, 8]), (5, 1, [4]), (0, 3, [])])
 def test_spread(count, most, expected):
-    assert page.evenly(range(count), most) == expected
+    assert page.pick_evenly(range(count), most) == expected
 
 
 def test_the_histogram_counts_what_is_there():
-    few = page.levels([0.0, 1.0, 1.0])
+    few = page.score_levels([0.0, 1.0, 1.0])
     entries = [
         {"kind": "test", "step": 0, "scores": [1.0]},
         {"kind": "step", "step": 1, "scores": [0.0, 1.0, None, 1.0]},
@@ -199,7 +199,7 @@ def test_the_histogram_counts_what_is_there():
     ]
     assert page.score_histogram(entries, few) == {"kind": "step", "steps": [1], "counts": [[1, 2]], "ungraded": [1]}
     scores = [i / 7 for i in range(700)]
-    many = page.levels(scores)
+    many = page.score_levels(scores)
     found = page.score_histogram([{"kind": "test", "step": 5, "scores": scores}], many)
     assert found["kind"] == "test" and sum(found["counts"][0]) == 700 and len(found["counts"][0]) == page.BINS
 

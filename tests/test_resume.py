@@ -16,12 +16,13 @@ import pytest
 from jppo import __version__, settings, train
 from jppo.errors import UserError
 from jppo.learner import state
-from jppo.learner.make import make_learner, make_mesh
+from jppo.learner.make import make_mesh
 from jppo.learner.trainable import Trainable
-from jppo.preflight.preview import OutOfMemory
 from jppo.rollout.protocol import RolloutError
 from jppo.run import resume
 from jppo.run.inputs import read_inputs
+from jppo.run.make import make_learner
+from jppo.run.out_of_memory import OutOfMemory
 from jppo.run.resume import finished
 from jppo.runlog.checkpoint import steps_in
 from jppo.runlog.watchdog import Stopped

@@ -3,6 +3,11 @@
 import dataclasses
 import importlib.util
 import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -14,7 +19,7 @@ from jppo.models import decoder, hf, hf_write
 from jppo.preflight.preview import preview_run
 from jppo.rewards.make import make_reward_sum
 from jppo.run.inputs import read_inputs
-from tests.make import ROOT, script, typed, write_lines
+from tests.make import ROOT, read_lines, typed, write_lines
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
@@ -85,27 +90,60 @@ def test_the_stages_of_the_example_find_each_other(name, defaults):
     assert c.trainer.run_dir == f"here/{stage}" and (stage not in ("rm", "dpo") or c.model.path == "here/sft/hf")
 
 
-@pytest.fixture
-def page(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return script("benchmarks/page.py")
+PAGE = ROOT / "docs/examples/tinystories.md"
+# Changes by command, for a run in minutes; the second number of stories is of those for pairs.
+SMALL = {
+    "--n=16": "--n=5",
+    "--n=40": "--n=16",
+    "configs/tinystories_reward_model.py": "--config.trainer.total_training_steps=80",
+    "configs/tinystories_ppo.py": "--config.trainer.total_training_steps=24 --config.trainer.test_freq=24",
+}
 
 
-def test_the_commands_of_the_example_page_are_found(page):
-    lines = page.commands(page.PAGE.read_text())
+def commands():
+    """The commands of the page, each on one line, up to the first PPO run."""
+    section = PAGE.read_text().partition("\n## Commands\n")[2].partition("\n## ")[0]
+    blocks = "\n".join(re.findall(r"^```\n(.*?)^```", section, re.S | re.M)).replace("\\\n", " ")
+    lines = [" ".join(line.split()) for line in blocks.splitlines() if line]
+    return lines[: next(i for i, line in enumerate(lines) if "jppo.train " in line) + 1]
+
+
+def smaller(line):
+    """The command with other numbers: an option in place of its own, or more options of a config."""
+    for name, new in SMALL.items():
+        if name in line.split():
+            line = line.replace(name, new)
+        elif line.endswith(f"--config={name}"):
+            line += f" {new}"
+    return line
+
+
+def test_the_commands_of_the_example_page_are_found():
+    lines = commands()
     modules = ["examples.stories", "jppo.evaluate", "examples.stories", "jppo.sft"]
     modules += ["jppo.evaluate", "jppo.data.pairs", "jppo.reward_model", "jppo.train"]
     assert [line.split()[:3] for line in lines] == [["python", "-m", module] for module in modules]
     assert all("\\" not in line for line in lines)
-    assert sum(page.changed(line, page.SMALL) != line for line in lines) == len(page.SMALL)
+    assert sum(smaller(line) != line for line in lines) == len(SMALL)
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
-def test_the_example_page_trains_from_an_empty_folder(page, shared, tmp_path):
-    found = page.measure(shared / "models/tinystories-656k-hd64", tmp_path, page.SMALL)["outcome"]
-    assert found["ranked right"] > 0.8
-    assert found["reward after"] > found["reward before"] + 0.6
-    assert found["with a cat after"] > found["with a cat before"] + 0.1
+def test_the_example_page_trains_from_an_empty_folder(shared, tmp_path):
+    for name in ("configs", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    for line in commands():
+        words = shlex.split(smaller(line).replace("MODEL", str(shared / "models/tinystories-656k-hd64")))
+        done = subprocess.run([sys.executable, *words[1:]], cwd=tmp_path, env=environment, capture_output=True)
+        assert done.returncode == 0, (line, (done.stdout + done.stderr)[-1500:])
+    runs = tmp_path / "runs/tinystories"
+    ppo = read_lines(runs / "ppo/metrics.jsonl")
+    scores = [line["val/score"] for line in ppo if "val/score" in line]
+    cats = [line["reward/rule_score/mean"] for line in ppo if "reward/rule_score/mean" in line]
+    ranked = [line["rm/val_accuracy"] for line in read_lines(runs / "rm/metrics.jsonl") if "rm/val_accuracy" in line]
+    assert ranked[-1] > 0.8
+    assert scores[-1] > scores[0] + 0.6
+    assert sum(cats[-3:]) / 3 > cats[0] + 0.1

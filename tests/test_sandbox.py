@@ -21,7 +21,7 @@ import pytest
 from jppo import settings
 from jppo.agent.built_in_tools import Python
 from jppo.errors import UserError
-from jppo.rewards.code import code, program_output, refused
+from jppo.rewards.code import code, program_output, refusal_reason
 from jppo.rewards.graders import RulePart
 from jppo.rewards.pool import Pool
 from jppo.run.start import introduce_sandbox
@@ -283,7 +283,7 @@ def test_folders_of_workers_that_were_killed_are_removed(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("x")
         os.utime(tmp_path / name, (time.time() - age,) * 2)
-    launcher._sweep(str(tmp_path))
+    launcher._remove_leftovers(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == set(names) - {f"jppo-code-{gone.pid}-old"}
 
 
@@ -448,8 +448,8 @@ def test_a_service_that_fails_is_asked_again_and_counted(stand_in, monkeypatch):
 
 @pytest.mark.parametrize("result", [{"return_code": "x"}, {"return_code": 1e999}, {"stdout": 5}, {"stdout": ["a"]}])
 def test_a_service_that_answers_with_anything_is_asked_again(result):
-    with pytest.raises(choice._Again, match="a reply without"):
-        choice._ran({"status": "Success", "run_result": {"status": "Finished"} | result}, True)
+    with pytest.raises(choice._TemporaryFailure, match="a reply without"):
+        choice._parse_reply({"status": "Success", "run_result": {"status": "Finished"} | result}, True)
 
 
 def test_programs_are_counted(stand_in):
@@ -485,7 +485,7 @@ def test_a_program_that_reaches_for_its_interpreter_is_counted_and_graded(tests)
 def test_a_cheat_earns_nothing_at_a_service(stand_in, tmp_path, kind, as_file):
     stand_in.folder = tmp_path if as_file else None
     grade = functools.partial(code, time_s=10.0, memory_bytes=2**31, runner=make_runner("container", stand_in.url))
-    cheats = [(program, blocks[0]) for program, blocks in graded.CHEATS[kind] if not refused(blocks[0])]
+    cheats = [(program, blocks[0]) for program, blocks in graded.CHEATS[kind] if not refusal_reason(blocks[0])]
     for program, tests in cheats[: 3 if as_file or kind == "/proc" else 1]:
         assert grade(response(program), tests).score == 0.0
 

@@ -165,14 +165,14 @@ def rows(tmp_path, **scores):
 
 def test_the_table_is_sorted_by_the_last_value_and_has_the_best(tmp_path):
     found = rows(tmp_path, low=[0.1, ..., 0.9, 0.25], none=[..., None], high=[0.5, 0.5, 1 / 3], empty=[])
-    assert [row.name for row in sweep.ranked(found)] == ["high", "low", "none", "empty"]
+    assert [row.name for row in sweep.rank_rows(found)] == ["high", "low", "none", "empty"]
     low, none, high, empty = found
     assert (low.last, low.best, low.best_step, low.step) == (0.25, 0.9, 2, 3)
     assert (high.last, high.best, high.best_step) == (1 / 3, 0.5, 0), "the first of equal ones"
     assert (none.last, none.best, none.step) == (None, None, 1) and empty.step is None
-    negative = [row.name for row in sweep.ranked(rows(tmp_path, minus=[-2.0], zero=[0.0], less=[-3.0]))]
+    negative = [row.name for row in sweep.rank_rows(rows(tmp_path, minus=[-2.0], zero=[0.0], less=[-3.0]))]
     assert negative == ["zero", "minus", "less"]
-    sweep.write_table(tmp_path, sweep.ranked(found), "val/score")
+    sweep.write_table(tmp_path, sweep.rank_rows(found), "val/score")
     lines = (tmp_path / "sweep.md").read_text().splitlines()
     assert lines[0] == "| run | actor.lr | data.mix | val/score | best val/score | at step | steps | seconds | status |"
     assert lines[2] == "| high | 1e-05 | a\\|b,c | 0.3333 | 0.5 | 0 | 2 | 2 | finished |"
@@ -280,7 +280,7 @@ def test_a_damaged_record_is_told(go):
 def test_one_sweep_at_a_time_in_a_folder(go, asked):
     runs, out = asked("add()")
     with (
-        sweep.opened(out, {run.name: run.arguments for run in runs}, resume=False),
+        sweep.open_states(out, {run.name: run.arguments for run in runs}, resume=False),
         pytest.raises(UserError, match=f"belongs to process {os.getpid()}"),
     ):
         go("ok", resume=True)

@@ -246,7 +246,7 @@ def test_tools_of_verls_own_classes_are_left_out(words):
     given = [f"{turns}.enable=True", f"{turns}.tool_config_path=tools.yaml"]
     pathlib.Path("tools.yaml").write_text("tools: [{class_name: verl.tools.gsm8k_tool.Gsm8kTool}]")
     _, found = from_verl.translated_command(from_verl.read_arguments(given))
-    assert [line.said for line in found.lines if line.kind == "missing"] == given[1:]
+    assert [line.text for line in found.lines if line.kind == "missing"] == given[1:]
     pathlib.Path("tools.yaml").write_text("tools: [{class_name: mine.py:Tool}]")
     _, found = from_verl.translated_command(from_verl.read_arguments(given))
     assert not [line for line in found.lines if line.kind == "missing"]

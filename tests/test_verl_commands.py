@@ -45,7 +45,7 @@ def test_a_command_is_translated_or_refused(name, tmp_path, environment):
         assert refused and str(e).removeprefix("jppo refuses the settings: ").startswith(refused), str(e)
         return
     assert not refused
-    lost = {line.said.lstrip("+").partition("=")[0] for line in found.lines if line.kind in USED_UP}
+    lost = {line.text.lstrip("+").partition("=")[0] for line in found.lines if line.kind in USED_UP}
     assert lost == lacking and [line for line in found.lines if line.kind == "unknown"] == []
     _, _, module, *words = shlex.split(command.replace("\\\n", ""))
     default = settings.sft_default() if module == "jppo.sft" else settings.default()

@@ -27,7 +27,7 @@ def hydra(value) -> str:
 
 def test_every_key_has_a_row():
     assert len(KEYS) > 1200
-    assert [key for key in KEYS if names.find_name(names.today(key)) is None] == []
+    assert [key for key in KEYS if names.find_row(names.current_key(key)) is None] == []
 
 
 def test_every_row_of_a_setting_is_a_key_of_verl():
@@ -50,7 +50,7 @@ def test_every_row_of_a_setting_is_a_key_of_verl():
         "trainer.max_ckpt_to_keep",
         "trainer.node_rank",
     }
-    current = {names.today(key) for key in KEYS} | set(KEYS)
+    current = {names.current_key(key) for key in KEYS} | set(KEYS)
     rows = {name.key for name in names.KEYS if name.kind == "same" and not name.key.startswith("tuning.")}
     groups = {key for key in rows if any(known.startswith(f"{key}.") for known in current)}
     assert rows - current - groups - older <= {"reward.reward_kwargs.overlong_buffer_cfg.len"}

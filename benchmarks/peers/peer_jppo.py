@@ -13,9 +13,10 @@ from worker import Parts, Stage, Work, serve, timed
 
 from jppo import settings
 from jppo.learner import batch, ppo
-from jppo.learner.make import make_learner, make_mesh
+from jppo.learner.make import make_mesh
 from jppo.learner.ppo import ModelConfigs
 from jppo.models import hf
+from jppo.run.make import make_learner
 from jppo.runlog.timers import Timers
 from jppo.types import Batch, Trajectory
 

@@ -44,7 +44,7 @@ class Calculator:
     """The tool `calculator`."""
 
     def __init__(self) -> None:
-        described = "an expression of numbers, + - * / // % ** and parentheses"
+        description = "an expression of numbers, + - * / // % ** and parentheses"
         self.schema: Mapping[str, Any] = {
             "type": "function",
             "function": {
@@ -52,7 +52,7 @@ class Calculator:
                 "description": "Computes an arithmetic expression.",
                 "parameters": {
                     "type": "object",
-                    "properties": {"expression": {"type": "string", "description": described}},
+                    "properties": {"expression": {"type": "string", "description": description}},
                     "required": ["expression"],
                 },
             },
@@ -60,86 +60,90 @@ class Calculator:
 
     async def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:
         """Returns the value as text."""
-        return shown(evaluate(str(arguments["expression"])))
+        return format_number(evaluate(str(arguments["expression"])))
 
 
 def evaluate(expression: str) -> Fraction:
     """Evaluates an expression; ValueError if it is invalid or too large."""
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has more than {_LONGEST} characters")
-    tokens, at = [], 0
+    tokens, position = [], 0
     end = len(expression.rstrip())
-    while at < end:
-        match = _TOKEN.match(expression, at)
+    while position < end:
+        match = _TOKEN.match(expression, position)
         if match is None:
-            raise ValueError(f"cannot read {expression[at:end].strip()[:20]!r}")
+            raise ValueError(f"cannot read {expression[position:end].strip()[:20]!r}")
         tokens.append(match[1] or match[2])
-        at = match.end()
-    value, rest = _sum(tokens, 0, DEPTH)
-    if rest < len(tokens):
-        raise ValueError(f"{tokens[rest]!r} is out of place")
+        position = match.end()
+    value, next_token = _parse_sum(tokens, 0, DEPTH)
+    if next_token < len(tokens):
+        raise ValueError(f"{tokens[next_token]!r} is out of place")
     return value
 
 
-def shown(value: Fraction) -> str:
+def format_number(value: Fraction) -> str:
     """Formats a number: exactly if its decimals end, otherwise to about 15 digits."""
     if value.denominator == 1:
         return str(value.numerator)
-    odd, places = value.denominator, 0
+    denominator, decimals = value.denominator, 0
     for prime in (2, 5):
         count = 0
-        while odd % prime == 0:
-            odd, count = odd // prime, count + 1
-        places = max(places, count)
-    if odd == 1 and places <= 15:
-        digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
-        return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
+        while denominator % prime == 0:
+            denominator, count = denominator // prime, count + 1
+        decimals = max(decimals, count)
+    if denominator == 1 and decimals <= 15:
+        digits = str(abs(value.numerator) * 10**decimals // value.denominator).rjust(decimals + 1, "0")
+        return f"{'-' if value < 0 else ''}{digits[:-decimals]}.{digits[-decimals:]}"
     try:
         return f"{float(value):.15g}"
     except OverflowError:
         raise ValueError("the number is too large") from None
 
 
-def _sum(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
-    return _chain(tokens, at, depth, _SUMS, lambda t, i, d: _chain(t, i, d, _PRODUCTS, _signed))
+def _parse_sum(tokens: list[str], i: int, depth: int) -> tuple[Fraction, int]:
+    """Evaluates sums and products from a position on; returns the value and the position after them."""
+    return _parse_chain(tokens, i, depth, _SUMS, lambda t, i, d: _parse_chain(t, i, d, _PRODUCTS, _parse_signed))
 
 
-def _chain(
-    tokens: list[str], at: int, depth: int, operators: Mapping[str, Any], operand: Callable[..., tuple[Fraction, int]]
+def _parse_chain(
+    tokens: list[str], i: int, depth: int, operators: Mapping[str, Any], operand: Callable[..., tuple[Fraction, int]]
 ) -> tuple[Fraction, int]:
-    value, at = operand(tokens, at, depth)
-    while at < len(tokens) and tokens[at] in operators:
-        right, after = operand(tokens, at + 1, depth)
-        if right == 0 and tokens[at] in ("/", "÷", "//", "%"):
+    """Evaluates operands joined by operators of one precedence, from left to right."""
+    value, i = operand(tokens, i, depth)
+    while i < len(tokens) and tokens[i] in operators:
+        right, next_i = operand(tokens, i + 1, depth)
+        if right == 0 and tokens[i] in ("/", "÷", "//", "%"):
             raise ValueError("division by zero")
-        value, at = _bounded(Fraction(operators[tokens[at]](value, right))), after
-    return value, at
+        value, i = _require_bounded(Fraction(operators[tokens[i]](value, right))), next_i
+    return value, i
 
 
-def _signed(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
+def _parse_signed(tokens: list[str], i: int, depth: int) -> tuple[Fraction, int]:
+    """Evaluates an operand with its signs and powers."""
     if depth == 0:
         raise ValueError(f"more than {DEPTH} levels deep")
-    if at < len(tokens) and tokens[at] in _SUMS:
-        value, after = _signed(tokens, at + 1, depth - 1)
-        return (-value if tokens[at] == "-" else value), after
-    value, at = _atom(tokens, at, depth)
-    if at < len(tokens) and tokens[at] in ("**", "^"):
-        exponent, at = _signed(tokens, at + 1, depth - 1)  # right-associative: 2**3**2 is 2**9, -2**2 is -4
+    if i < len(tokens) and tokens[i] in _SUMS:
+        value, next_i = _parse_signed(tokens, i + 1, depth - 1)
+        return (-value if tokens[i] == "-" else value), next_i
+    value, i = _parse_atom(tokens, i, depth)
+    if i < len(tokens) and tokens[i] in ("**", "^"):
+        exponent, i = _parse_signed(tokens, i + 1, depth - 1)  # right-associative: 2**3**2 is 2**9, -2**2 is -4
         value = _power(value, exponent)
-    return value, at
+    return value, i
 
 
-def _atom(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
-    if at == len(tokens):
+def _parse_atom(tokens: list[str], i: int, depth: int) -> tuple[Fraction, int]:
+    """Evaluates a number, or an expression in parentheses."""
+    if i == len(tokens):
         raise ValueError("the expression ends too soon")
-    if tokens[at] == "(":
-        value, at = _sum(tokens, at + 1, depth - 1)
-        if at == len(tokens) or tokens[at] != ")":
+    if tokens[i] == "(":
+        value, i = _parse_sum(tokens, i + 1, depth - 1)
+        if i == len(tokens) or tokens[i] != ")":
             raise ValueError("a parenthesis is not closed")
-        return value, at + 1
-    if not tokens[at][-1].isdigit():
-        raise ValueError(f"{tokens[at]!r} is out of place")
-    return _bounded(Fraction(tokens[at].replace(",", ""))), at + 1
+        return value, i + 1
+    if not tokens[i][-1].isdigit():
+        raise ValueError(f"{tokens[i]!r} is out of place")
+    return _require_bounded(Fraction(tokens[i].replace(",", ""))), i + 1
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -151,10 +155,10 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         raise ValueError("division by zero")
     if abs(base) != 1 and abs(exponent) * max(_bits(base), 1) > _BITS:
         raise ValueError("the number is too large")
-    return _bounded(base ** int(exponent))
+    return _require_bounded(base ** int(exponent))
 
 
-def _bounded(value: Fraction) -> Fraction:
+def _require_bounded(value: Fraction) -> Fraction:
     if _bits(value) > _BITS:
         raise ValueError("the number is too large")
     return value
@@ -176,24 +180,25 @@ class Index:
         counts = [collections.Counter(terms(text)) for text in texts]
         length = np.array([sum(count.values()) for count in counts], np.float64)
         self._norm = K * (1.0 - B + B * length / max(length.mean(), 1e-9))  # [N]
-        of_term: dict[str, tuple[list[int], list[int]]] = collections.defaultdict(lambda: ([], []))
-        for number, count in enumerate(counts):
-            for term, times in count.items():
-                of_term[term][0].append(number)
-                of_term[term][1].append(times)
-        self._of_term = {
-            term: (np.array(which, np.int32), np.array(times, np.float64)) for term, (which, times) in of_term.items()
+        postings: dict[str, tuple[list[int], list[int]]] = collections.defaultdict(lambda: ([], []))
+        for text_number, count in enumerate(counts):
+            for term, occurrences in count.items():
+                postings[term][0].append(text_number)
+                postings[term][1].append(occurrences)
+        self._postings = {
+            term: (np.array(numbers, np.int32), np.array(occurrences, np.float64))
+            for term, (numbers, occurrences) in postings.items()
         }
 
     def scores(self, query: str) -> np.ndarray:  # [N]
         """Returns the score of each text."""
-        out = np.zeros(len(self.texts))
+        scores = np.zeros(len(self.texts))
         for term in terms(query):
-            if term in self._of_term:
-                which, times = self._of_term[term]
-                rare = np.log1p((len(self.texts) - len(which) + 0.5) / (len(which) + 0.5))
-                out[which] += rare * times * (K + 1.0) / (times + self._norm[which])
-        return out
+            if term in self._postings:
+                numbers, occurrences = self._postings[term]
+                rarity = np.log1p((len(self.texts) - len(numbers) + 0.5) / (len(numbers) + 0.5))
+                scores[numbers] += rarity * occurrences * (K + 1.0) / (occurrences + self._norm[numbers])
+        return scores
 
     def best(self, query: str, count: int) -> list[str]:
         """Returns at most `count` texts with the best scores above 0; ties keep their order."""
@@ -229,7 +234,7 @@ class Search:
         }
 
     def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:  # in a thread: a corpus may be large
-        """Returns the numbered texts."""
+        """Returns the texts that fit best, numbered."""
         texts = self._index.best(str(arguments["query"]), self._results)
         return "\n".join(f"[{number}] {text}" for number, text in enumerate(texts, start=1)) or "nothing was found"
 
@@ -244,20 +249,22 @@ def read_corpus(path: str, column: str) -> list[str]:
     if file.suffix != ".txt":
         return [text_column(row, column) for row in read_rows(file)]
     try:
-        whole = file.read_text(encoding="utf-8")
+        content = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as e:
         raise UserError(f"the tool search: {file} cannot be read: {e}; it must be text in UTF-8") from e
-    texts = [part.strip() for part in re.split(r"\n\s*\n", whole) if part.strip()]
+    texts = [part.strip() for part in re.split(r"\n\s*\n", content) if part.strip()]
     if not texts:
         raise UserError(f"the tool search: {file} has no text; at least one paragraph is needed")
     return texts
 
 
-_MORE_S = 5.0  # for the process around the program
+_STARTUP_S = 5.0  # for the process around the program
 
 
 class Python:
     """The tool `python`. `workers` programs run at once; waiting for a worker does not count towards the timeout."""
+
+    runs_programs = True
 
     def __init__(
         self,
@@ -277,7 +284,7 @@ class Python:
         except ValueError as e:
             raise UserError(f"the tool python: {e}") from e
         self.concurrency = workers
-        self._pool = Pool(workers, timeout_s=timeout_s + _MORE_S, memory_bytes=max(memory_bytes, 2**30))
+        self._pool = Pool(workers, timeout_s=timeout_s + _STARTUP_S, memory_bytes=max(memory_bytes, 2**30))
         self._target: Target = ("program", str(timeout_s), str(memory_bytes), *sandbox)
         self.schema: Mapping[str, Any] = {
             "type": "function",
@@ -295,11 +302,11 @@ class Python:
     async def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:
         """Returns the program's output and the last line of its error."""
         sample = {"data_source": "", "text": str(arguments["code"]), "truth": "", "extra": None}
-        ran = await asyncio.wrap_future(self._pool.submit(self._target, sample))
-        if ran.error is not None:
-            raise RuntimeError(ran.error)
-        assert ran.answer is not None
-        return ran.answer
+        result = await asyncio.wrap_future(self._pool.submit(self._target, sample))
+        if result.error is not None:
+            raise RuntimeError(result.error)
+        assert result.answer is not None
+        return result.answer
 
     def close(self) -> None:
         """Ends the processes."""

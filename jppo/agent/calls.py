@@ -40,74 +40,74 @@ class Fault:
     why: str
 
 
-Found = Call | Fault
-Parser = Callable[[str, Sequence[Schema]], list[Found]]
+ParsedCall = Call | Fault
+Parser = Callable[[str, Sequence[Schema]], list[ParsedCall]]
 
 
-def hermes(text: str, schemas: Sequence[Schema]) -> list[Found]:
+def hermes(text: str, schemas: Sequence[Schema]) -> list[ParsedCall]:
     """Parses calls as JSON between tags, in order."""
 
-    def one(body: str) -> Found:
+    def parse(body: str) -> ParsedCall:
         try:
-            call = _loads(body)
+            call = _parse_json(body)
         except (ValueError, RecursionError) as e:
             return Fault(f"the call is not valid JSON: {e}")
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return Fault('a call is {"name": ..., "arguments": {...}}')
         arguments = call.get("arguments", {})
         if isinstance(arguments, str):  # OpenAI's form: JSON within JSON
-            return _known(_from_json(call["name"], arguments), schemas)
+            return _require_known(_call_from_json(call["name"], arguments), schemas)
         if not isinstance(arguments, dict):
             return Fault(f"the arguments of {call['name']} are not a JSON object")
-        return _known(Call(call["name"], arguments), schemas)
+        return _require_known(Call(call["name"], arguments), schemas)
 
-    return _tagged(text, one)
+    return _parse_tagged(text, parse)
 
 
-def qwen3_coder(text: str, schemas: Sequence[Schema]) -> list[Found]:
+def qwen3_coder(text: str, schemas: Sequence[Schema]) -> list[ParsedCall]:
     """Parses calls as tags for the function and each parameter; the schema gives the types of values."""
 
-    def one(body: str) -> Found:
+    def parse(body: str) -> ParsedCall:
         match = _FUNCTION.fullmatch(body)
         if match is None:
             return Fault("a call is <function=NAME><parameter=KEY>VALUE</parameter></function>")
         name = match[1].strip()
         types = {
             key: parameter.get("type")
-            for key, parameter in _parameters(name, schemas).items()
+            for key, parameter in _parameter_schemas(name, schemas).items()
             if isinstance(parameter, dict)
         }
         arguments: dict[str, Any] = {}
-        for part in match[2].split("<parameter=")[1:]:
-            key, _, rest = part.partition(">")
+        for parameter_text in match[2].split("<parameter=")[1:]:
+            key, _, rest = parameter_text.partition(">")
             value, end, _ = rest.partition("</parameter>")
             if not end:
                 return Fault(f"the parameter {key.strip()[:40]!r} has no </parameter>")
             try:
-                arguments[key.strip()] = _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip()))
+                arguments[key.strip()] = _convert(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip()))
             except (ValueError, RecursionError) as e:
                 return Fault(f"{key.strip()} is not of its type: {e}")
-        return _known(Call(name, arguments), schemas)
+        return _require_known(Call(name, arguments), schemas)
 
-    return _tagged(text, one)
+    return _parse_tagged(text, parse)
 
 
-def plain_calls(text: str, schemas: Sequence[Schema]) -> list[Found]:
+def plain_calls(text: str, schemas: Sequence[Schema]) -> list[ParsedCall]:
     """Parses calls between angle brackets. A single tool needs no name, a single parameter no JSON."""
     names = [schema["function"]["name"] for schema in schemas]
 
-    def one(body: str) -> Found:
+    def parse(body: str) -> ParsedCall:
         name, _, rest = body.strip().partition(" ")
         if name not in names:
             if len(names) != 1:
                 return Fault(f"there is no tool {name!r}; there are {', '.join(names)}")
             name, rest = names[0], body
-        rest, keys = rest.strip(), list(_parameters(name, schemas))
+        rest, keys = rest.strip(), list(_parameter_schemas(name, schemas))
         if len(keys) == 1 and not rest.startswith("{"):
             return Call(name, {keys[0]: rest})
-        return _known(_from_json(name, rest or "{}"), schemas)
+        return _require_known(_call_from_json(name, rest or "{}"), schemas)
 
-    return [one(call["body"]) if call["end"] else Fault("the call has no end") for call in _calls(_ANGLED, text)]
+    return [parse(call["body"]) if call["end"] else Fault("the call has no end") for call in _find_calls(_ANGLED, text)]
 
 
 def opened_thought(prompt: str) -> str:
@@ -117,13 +117,13 @@ def opened_thought(prompt: str) -> str:
 
 def without_calls(text: str, format: str) -> str:
     """Returns the text without its calls and the spaces after it."""
-    for call in reversed(_calls(_ANGLED if format == "plain" else _TAGGED, text)):
+    for call in reversed(_find_calls(_ANGLED if format == "plain" else _TAGGED, text)):
         text = text[: call.start()] + text[call.end() :]
     return text.rstrip()
 
 
-def _calls(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
-    """Returns the calls after the thoughts."""
+def _find_calls(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """Returns the calls in a text, without those in thoughts."""
     calls: list[re.Match[str]] = []
     for match in pattern.finditer(text):
         if match["close"]:
@@ -133,50 +133,52 @@ def _calls(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
     return calls
 
 
-def _tagged(text: str, parse: Callable[[str], Found]) -> list[Found]:
-    calls = _calls(_TAGGED, text)
+def _parse_tagged(text: str, parse: Callable[[str], ParsedCall]) -> list[ParsedCall]:
+    """Parses what is between the tags of each call by `parse`."""
+    calls = _find_calls(_TAGGED, text)
     return [parse(call["body"]) if call["end"] else Fault("the call has no </tool_call>") for call in calls]
 
 
-def _from_json(name: str, text: str) -> Found:
+def _call_from_json(name: str, text: str) -> ParsedCall:
     try:
-        arguments = _loads(text)
+        arguments = _parse_json(text)
     except (ValueError, RecursionError) as e:
         return Fault(f"the arguments of {name} are not valid JSON: {e}")
     return Call(name, arguments) if isinstance(arguments, dict) else Fault(f"the arguments of {name} are not an object")
 
 
-def _known(call: Found, schemas: Sequence[Schema]) -> Found:
+def _require_known(call: ParsedCall, schemas: Sequence[Schema]) -> ParsedCall:
     """Returns the call if the tool exists and has its required arguments, otherwise a Fault."""
     if isinstance(call, Fault):
         return call
-    of_name = {schema["function"]["name"]: schema["function"] for schema in schemas}
-    if call.name not in of_name:
-        return Fault(f"there is no tool {call.name!r}; there are {', '.join(of_name)}")
-    required = of_name[call.name].get("parameters", {}).get("required") or []
-    lacking = [key for key in required if key not in call.arguments]
-    return Fault(f"{call.name} needs {', '.join(map(repr, lacking))}") if lacking else call
+    functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    if call.name not in functions:
+        return Fault(f"there is no tool {call.name!r}; there are {', '.join(functions)}")
+    required = functions[call.name].get("parameters", {}).get("required") or []
+    missing = [key for key in required if key not in call.arguments]
+    return Fault(f"{call.name} needs {', '.join(map(repr, missing))}") if missing else call
 
 
-def _parameters(name: str, schemas: Sequence[Schema]) -> Mapping[str, Any]:
-    of_name = {schema["function"]["name"]: schema["function"] for schema in schemas}
-    return of_name.get(name, {}).get("parameters", {}).get("properties") or {}
+def _parameter_schemas(name: str, schemas: Sequence[Schema]) -> Mapping[str, Any]:
+    functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    return functions.get(name, {}).get("parameters", {}).get("properties") or {}
 
 
-def _typed(value: str, kind: Any) -> Any:
+def _convert(value: str, kind: Any) -> Any:
+    """Parses a parameter's text by the type in its schema."""
     if kind in (None, "string") or (isinstance(kind, list) and "string" in kind):
         return value
-    return _loads(value.strip().lower() if kind == "boolean" else value.strip())  # templates write Python's True
+    return _parse_json(value.strip().lower() if kind == "boolean" else value.strip())  # templates write Python's True
 
 
-def _loads(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """Parses JSON without NaN, infinities and half characters, which other parsers of the call refuse."""
-    parsed = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    parsed = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
     json.dumps(parsed, ensure_ascii=False).encode()  # a UnicodeEncodeError is a ValueError
     return parsed
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is not finite")

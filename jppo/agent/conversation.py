@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 
 from jppo.agent.calls import OPENING, Parser, opened_thought
-from jppo.agent.gateway.history import nothing_said
+from jppo.agent.gateway.history import empty_trajectory
 from jppo.agent.tools import Context, Toolbox, ToolReplies, UserCodeRunner
-from jppo.agent.turn_tokens import UNREADABLE, Chat, Message, Spoken, as_messages
+from jppo.agent.turn_tokens import UNREADABLE, Chat, Message, SampledTurn, as_messages
 from jppo.errors import UserError
-from jppo.registry import resolve, said
+from jppo.registry import explain, resolve
 from jppo.rewards.earned import finite, short
-from jppo.rollout.protocol import Answer, Ask, Kept, Talk, joined, kept_array, of_tokens, sample_seed
+from jppo.rollout.protocol import Answer, Ask, Kept, Talk, join_experts, pad_experts, pad_kept, sample_seed
 from jppo.types import Exchange, Prompt, Sampling, Trajectory
 
 
@@ -55,14 +55,14 @@ Begin = Callable[[Context], Awaitable[tuple[str, Respond]]]  # the opening messa
 
 
 def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
-    """Returns the simulated user of a run."""
-    user = _made(spec, "rollout.multi_turn.interaction", ("respond",))()
+    """Makes the simulated user of a run; returns the function that begins a conversation with it."""
+    user = _load_class(spec, "rollout.multi_turn.interaction", ("respond",))()
 
     async def begin(context: Context) -> tuple[str, Respond]:
         async def respond(messages: list[dict[str, str]]) -> PartnerReply:
-            returned = await _asked(user_code, user.respond, messages, context, timeout_s=timeout_s)
-            text, done, score = _three(returned, "respond", "(text, done, score)")
-            return _reply(text, done, 0.0 if score is None else score, "respond")
+            returned = await _call(user_code, user.respond, messages, context, timeout_s=timeout_s)
+            text, done, score = _require_three(returned, "respond", "(text, done, score)")
+            return _make_reply(text, done, 0.0 if score is None else score, "respond")
 
         return "", respond
 
@@ -70,66 +70,69 @@ def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
 
 
 def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
-    """Returns a function that creates an environment for every conversation."""
-    cls = _made(spec, "rollout.multi_turn.environment", ("reset", "step"))
+    """Returns the function that begins a conversation with a new environment."""
+    cls = _load_class(spec, "rollout.multi_turn.environment", ("reset", "step"))
 
     async def begin(context: Context) -> tuple[str, Respond]:
         try:
-            world = cls()
+            environment = cls()
         except Exception as e:
-            raise PartnerError(f"{spec} cannot be created: {said(e)}") from e
+            raise PartnerError(f"{spec} cannot be created: {explain(e)}") from e
 
         async def respond(messages: list[dict[str, str]]) -> PartnerReply:
-            returned = await _asked(user_code, world.step, messages[-1]["content"], timeout_s=timeout_s)
-            text, reward, done = _three(returned, "step", "(text, reward, done)")
-            return _reply(text, done, reward, "step")
+            returned = await _call(user_code, environment.step, messages[-1]["content"], timeout_s=timeout_s)
+            text, reward, done = _require_three(returned, "step", "(text, reward, done)")
+            return _make_reply(text, done, reward, "step")
 
-        first = await _asked(user_code, world.reset, context.prompt, timeout_s=timeout_s)
-        if not isinstance(first, str):
-            raise PartnerError(f"reset returned {type(first).__name__}; it must be text")
-        return _whole(first, "reset"), respond
+        opening = await _call(user_code, environment.reset, context.prompt, timeout_s=timeout_s)
+        if not isinstance(opening, str):
+            raise PartnerError(f"reset returned {type(opening).__name__}; it must be text")
+        return _require_unicode(opening, "reset"), respond
 
     return begin
 
 
-def _made(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[], Any]:
+def _load_class(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[], Any]:
     """Returns the class after checking its constructor and methods."""
     cls: Callable[[], Any] = resolve(spec, setting)
     try:
         partner = cls()
     except Exception as e:
-        raise UserError(f"{setting}={spec}: the class cannot be created without arguments ({said(e)}); fix it") from e
+        raise UserError(
+            f"{setting}={spec}: the class cannot be created without arguments ({explain(e)}); fix it"
+        ) from e
     for method in methods:
         if not callable(getattr(partner, method, None)):
             raise UserError(f"{setting}={spec}: the class has no method {method!r}; add it")
     return cls
 
 
-async def _asked(user_code: UserCodeRunner, method: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+async def _call(user_code: UserCodeRunner, method: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+    """Calls a method of the user's class; PartnerError if it fails or is late."""
     name = getattr(method, "__name__", "it")
     try:
         return await user_code.run(method, *arguments, timeout_s=timeout_s)
     except TimeoutError as e:
         raise PartnerError(f"{name} took longer than {timeout_s:g} s") from e
     except Exception as e:  # a user's class may raise anything
-        why = said(e).encode("utf-8", "backslashreplace").decode()  # it may have half a surrogate pair
+        why = explain(e).encode("utf-8", "backslashreplace").decode()  # it may have half a surrogate pair
         raise PartnerError(f"{name} raised {why}") from e
 
 
-def _three(returned: Any, method: str, form: str) -> tuple[Any, Any, Any]:
+def _require_three(returned: Any, method: str, form: str) -> tuple[Any, Any, Any]:
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         raise PartnerError(f"{method} returned {type(returned).__name__}; it must be {form}")
     return returned[0], returned[1], returned[2]
 
 
-def _reply(text: Any, done: Any, score: Any, method: str) -> PartnerReply:
-    number = finite(score)
-    if not isinstance(text, str) or number is None:
+def _make_reply(text: Any, done: Any, score: Any, method: str) -> PartnerReply:
+    finite_score = finite(score)
+    if not isinstance(text, str) or finite_score is None:
         raise PartnerError(f"{method} returned {short(text)} and {short(score)}; they must be text and a finite number")
-    return PartnerReply(_whole(text, method), bool(done), number)
+    return PartnerReply(_require_unicode(text, method), bool(done), finite_score)
 
 
-def _whole(text: str, method: str) -> str:
+def _require_unicode(text: str, method: str) -> str:
     """Returns a text that a tokenizer can encode."""
     half = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
     if half is not None:
@@ -163,21 +166,22 @@ class _Branch:
         """Returns the index of the last token in the response."""
         return len(self.ids) - self.begin - 1
 
-    def say(self, answer: Answer) -> None:
+    def add_answer(self, answer: Answer) -> None:
         self.ids = self.ids + answer.tokens  # a new list: an engine may still hold the old one
         self.sampled += [True] * len(answer.tokens)
         self.logprob += answer.logprob
         self.version += answer.version
-        self.experts = joined(self.experts, answer.experts)
+        self.experts = join_experts(self.experts, answer.experts)
         self.kept = self.kept if answer.kept is None else [*(self.kept or []), *answer.kept]
         self.turns += 1
 
-    def hear(self, ids: list[int]) -> None:
-        new = len(ids) - len(self.ids)
+    def add_inserted(self, ids: list[int]) -> None:
+        """Adds the tokens of `ids` behind the present ones, which the policy has not sampled."""
+        count = len(ids) - len(self.ids)
         self.ids = ids
-        self.sampled += [False] * new
-        self.logprob += [0.0] * new
-        self.version += [-1] * new
+        self.sampled += [False] * count
+        self.logprob += [0.0] * count
+        self.version += [-1] * count
 
     def trajectory(self, uid: str, text: str, finish: str, exchange: Exchange) -> Trajectory:
         """Returns the finished branch."""
@@ -192,8 +196,8 @@ class _Branch:
             finish=finish,
             turns=self.turns,
             exchange=dataclasses.replace(exchange, earned=tuple(self.earned), tool_earned=tuple(self.tool_earned)),
-            experts=of_tokens(self.experts, len(self.ids)),
-            kept=kept_array(self.kept, sampled),
+            experts=pad_experts(self.experts, len(self.ids)),
+            kept=pad_kept(self.kept, sampled),
         )
 
 
@@ -205,12 +209,12 @@ class _State:
     messages: list[dict[str, str]]  # as the partner gets them
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
     respond: Respond | None = None
-    asked: list[Message] = dataclasses.field(default_factory=list)  # as the template gets them
+    history: list[Message] = dataclasses.field(default_factory=list)  # as the template gets them
     branches: list[_Branch] = dataclasses.field(default_factory=list)
     text: str = ""  # of the last turn
     sampled: int = 0  # tokens of the last turn
     turns: int = 0
-    heard: int = 0
+    num_replies: int = 0
     calls: int = 0
     call_errors: int = 0
     call_s: float = 0.0
@@ -224,43 +228,43 @@ class _State:
         return self.branches[-1]
 
     async def open(self, begin: Begin | None) -> str:
-        """Returns the partner's first message, if any."""
+        """Creates the partner; returns its first message, if any."""
         if begin is None:
             return ""
         try:
-            first, self.respond = await begin(Context(self.prompt, {}, self.memory))
+            opening, self.respond = await begin(Context(self.prompt, {}, self.memory))
         except PartnerError as e:
-            first, self.fault = "", str(e)
-        return first
+            opening, self.fault = "", str(e)
+        return opening
 
-    def begin(self, chat: Chat, first: str, room: int) -> list[int]:
-        """Returns the prompt with the partner's first message; no tokens if it has no room."""
-        self.asked = list(self.messages)
+    def begin(self, chat: Chat, opening: str, room: int) -> list[int]:
+        """Begins the first branch: the prompt with the partner's first message; no tokens if it has no room."""
+        self.history = list(self.messages)
         ids: list[int] = self.prompt.ids.tolist()
-        if first:
-            self.asked, whole = chat.opening(self.prompt.messages, ids, first)
-            self.messages.append({"role": "user", "content": first})
-            if len(whole) >= room:
+        if opening:
+            self.history, with_opening = chat.opening(self.prompt.messages, ids, opening)
+            self.messages.append({"role": "user", "content": opening})
+            if len(with_opening) >= room:
                 self.fault = (
-                    f"with the opening message the prompt has {len(whole)} tokens instead of {len(ids)}, and the"
+                    f"with the opening message the prompt has {len(with_opening)} tokens instead of {len(ids)}, and the"
                     f" response ends at {room}; raise data.max_response_length, or shorten the message"
                 )
                 return []
-            ids = whole
+            ids = with_opening
         self.branches = [_Branch(ids)]
         return ids
 
-    def say(self, answer: Answer) -> None:
+    def add_answer(self, answer: Answer) -> None:
         """Adds a turn of the policy."""
-        self.branch.say(answer)
+        self.branch.add_answer(answer)
         self.turns, self.finish, self.sampled = self.turns + 1, answer.finish, len(answer.tokens)
 
-    def follow(self, chat: Chat, turn: Message, new: list[dict[str, str]], room: int) -> list[int]:
+    def follow(self, chat: Chat, turn: Message, replies: list[dict[str, str]], room: int) -> list[int]:
         """Adds the answers to a turn; returns the tokens of the conversation, none at its end."""
-        if not new:
+        if not replies:
             return []
         try:
-            ids, same = chat.follow(Spoken(self.asked, turn, self.text, self.branch.ids, self.sampled), new)
+            ids, same = chat.follow(SampledTurn(self.history, turn, self.text, self.branch.ids, self.sampled), replies)
         except UNREADABLE as e:
             self.fault = f"the chat template or the tokenizer refuses the conversation: {' '.join(str(e).split()):.200}"
             return []
@@ -269,11 +273,12 @@ class _State:
             return []
         if not same:
             self.branches.append(_Branch(ids))
-        self.branch.hear(ids)
-        self.asked, self.messages, self.heard = [*self.asked, turn, *new], self.messages + new, self.heard + 1
+        self.branch.add_inserted(ids)
+        self.history, self.messages = [*self.history, turn, *replies], self.messages + replies
+        self.num_replies += 1
         return ids
 
-    def heard_tools(self, calls: int, replies: ToolReplies) -> list[dict[str, str]]:
+    def add_tool_replies(self, calls: int, replies: ToolReplies) -> list[dict[str, str]]:
         """Returns the answers of tools to the last turn; none after a wrong reward."""
         self.calls += calls
         self.call_errors += replies.errors
@@ -283,18 +288,18 @@ class _State:
         self.fault = self.fault or replies.fault
         return replies.messages if replies.fault is None else []
 
-    def trajectory(self, decode: Callable[[list[int]], str], most: int) -> Trajectory:
+    def trajectory(self, decode: Callable[[list[int]], str], max_branches: int) -> Trajectory:
         """Returns the latest branch with the others, at most so many in all."""
-        counted = dict(calls=self.calls, call_errors=self.call_errors, call_s=self.call_s, score=self.score)
-        left_out = max(0, len(self.branches) - most)
-        exchange = Exchange(**counted, fault=self.fault, branches_left_out=left_out)  # type: ignore[arg-type]
+        counts = dict(calls=self.calls, call_errors=self.call_errors, call_s=self.call_s, score=self.score)
+        left_out = max(0, len(self.branches) - max_branches)
+        exchange = Exchange(**counts, fault=self.fault, branches_left_out=left_out)  # type: ignore[arg-type]
         if not self.turns:
-            return nothing_said(self.prompt.uid, self.prompt.ids, exchange)
+            return empty_trajectory(self.prompt.uid, self.prompt.ids, exchange)
         trajectories = [
             branch.trajectory(
                 self.prompt.uid, decode(branch.ids[branch.begin :]), "stop" if i else self.finish, exchange
             )
-            for i, branch in enumerate(reversed(self.branches[-most:]))
+            for i, branch in enumerate(reversed(self.branches[-max_branches:]))
         ]
         return dataclasses.replace(trajectories[0], branches=tuple(trajectories[1:]))
 
@@ -311,24 +316,24 @@ def make_talk(
     ends: tuple[int, ...],
     branches: int = 1,
 ) -> Talk:
-    """Closes over the parts of a run: `decode` drops special tokens, `spell` keeps them.
+    """Makes the talk of conversations from the parts of a run: `decode` drops special tokens, `spell` keeps them.
 
     Of the branches of a conversation the latest `branches` are trained on.
     """
 
-    async def heard(state: _State, tokens: list[int], asked: int) -> tuple[Message, list[dict[str, str]]]:
-        """Returns the turn after `asked` tokens as a message, and its answers; none end the conversation."""
+    async def get_replies(state: _State, tokens: list[int], prompt_length: int) -> tuple[Message, list[dict[str, str]]]:
+        """Returns the policy's turn as a message, and the replies to it; none end the conversation."""
         state.text = text = spell(tokens[:-1] if tokens[-1] in ends else tokens)
         turn: dict[str, Any] = {"role": "assistant", "content": text}
         state.messages.append(dict(turn))
-        last = state.turns == turns.assistant or state.heard == turns.user
-        thinks = opened_thought(spell(state.branch.ids[max(0, asked - OPENING) : asked]))
-        if calls := parse(thinks + text, toolbox.schemas) if toolbox.schemas else []:
-            if last:
+        is_last = state.turns == turns.assistant or state.num_replies == turns.user
+        thought = opened_thought(spell(state.branch.ids[max(0, prompt_length - OPENING) : prompt_length]))
+        if calls := parse(thought + text, toolbox.schemas) if toolbox.schemas else []:
+            if is_last:
                 return turn, []
             replies = await toolbox.call(calls, state.prompt, state.memory)
-            return chat.form.answered(
-                turn, thinks, calls, state.heard_tools(len(calls), replies), state.calls - len(calls)
+            return chat.form.with_answers(
+                turn, thought, calls, state.add_tool_replies(len(calls), replies), state.calls - len(calls)
             )
         if state.respond is None:
             return turn, []
@@ -339,19 +344,19 @@ def make_talk(
             return turn, []
         state.score += reply.score
         state.branch.earned.append((state.branch.end, reply.score))
-        return turn, [] if reply.done or last else [{"role": "user", "content": reply.text}]
+        return turn, [] if reply.done or is_last else [{"role": "user", "content": reply.text}]
 
     async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         state = _State(prompt, as_messages(prompt.messages))
         room = len(prompt.ids) + sampling.max_tokens
         ids = state.begin(chat, await state.open(begin), room)
         while ids:
-            own = dataclasses.replace(sampling, max_tokens=room - len(ids))
-            drawn_by = seed if state.turns == 0 else sample_seed(seed, state.turns, 0)
-            answer = await ask(ids, sampling=own, seed=drawn_by, near=near)
-            state.say(answer)
-            turn, new = await heard(state, answer.tokens, len(ids)) if answer.finish == "stop" else ({}, [])
-            ids = state.follow(chat, turn, new, room)
+            turn_sampling = dataclasses.replace(sampling, max_tokens=room - len(ids))
+            turn_seed = seed if state.turns == 0 else sample_seed(seed, state.turns, 0)
+            answer = await ask(ids, sampling=turn_sampling, seed=turn_seed, near=near)
+            state.add_answer(answer)
+            turn, replies = await get_replies(state, answer.tokens, len(ids)) if answer.finish == "stop" else ({}, [])
+            ids = state.follow(chat, turn, replies, room)
         return state.trajectory(decode, branches)
 
     return talk

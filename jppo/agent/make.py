@@ -11,7 +11,7 @@ from jppo.agent.conversation import Turns, make_talk
 from jppo.agent.gateway.episode import Language, Rules
 from jppo.agent.gateway.gateway import Gateway
 from jppo.agent.tools import Toolbox, ToolLimits, UserCodeRunner, read_tools
-from jppo.data.tokenizer import enough, make_decoders, pieces
+from jppo.data.tokenizer import character_limit, make_decoders, pieces
 from jppo.rollout.protocol import Talk
 from jppo.settings import Settings, template_arguments
 
@@ -34,11 +34,9 @@ class Agent:
         self.user_code.close()
 
 
-def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent | None:
-    """Makes and checks the agent of a run; None for single-turn rollouts."""
+def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent:
+    """Makes and checks the agent of a run with conversations."""
     m = c.rollout.multi_turn
-    if not (m.enable or c.rollout.agent):
-        return None
     user_code = UserCodeRunner()
     limits = ToolLimits(
         parallel=m.max_parallel_calls,
@@ -61,8 +59,8 @@ def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent | No
         chat, schemas = turn_tokens.plain_chat(tokenizer), []
     else:
         roles = [*(["tool"] if toolbox.schemas else []), *(["user"] if begin is not None else [])]
-        options = _templated(c, m.format) | dict(setting="rollout.multi_turn.format", parallel=m.max_parallel_calls)
-        chat, schemas = turn_tokens.templated(tokenizer, toolbox.schemas, roles=roles, **options), toolbox.schemas
+        options = _chat_options(c, m.format) | dict(setting="rollout.multi_turn.format", parallel=m.max_parallel_calls)
+        chat, schemas = turn_tokens.template_chat(tokenizer, toolbox.schemas, roles=roles, **options), toolbox.schemas
 
     decode, spell = make_decoders(tokenizer)
     talk = make_talk(
@@ -79,7 +77,7 @@ def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent | No
     return Agent(talk, schemas, toolbox, user_code)
 
 
-def _templated(c: Settings, format: str) -> dict[str, Any]:
+def _chat_options(c: Settings, format: str) -> dict[str, Any]:
     """Returns the arguments of a chat from the template that do not depend on who answers."""
     arguments = template_arguments(c.data.apply_chat_template_kwargs)
     return dict(name=format, parse=PARSERS[format], arguments=arguments, history=c.rollout.history)
@@ -88,7 +86,7 @@ def _templated(c: Settings, format: str) -> dict[str, Any]:
 def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
     """Makes and checks the gateway of `rollout.agent`; starts nothing."""
     r, name = c.rollout, c.rollout.agent_format
-    options = _templated(c, name) | dict(setting="rollout.agent_format", parallel=2)
+    options = _chat_options(c, name) | dict(setting="rollout.agent_format", parallel=2)
 
     @functools.lru_cache(maxsize=64)
     def chat(schemas: str) -> turn_tokens.Chat:
@@ -96,7 +94,7 @@ def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
             return turn_tokens.plain_chat(tokenizer)
         tools = json.loads(schemas)
         roles = ["user", *(["tool"] if tools else [])]
-        return turn_tokens.templated(tokenizer, tools, roles=roles, **options)
+        return turn_tokens.template_chat(tokenizer, tools, roles=roles, **options)
 
     chat("[]")  # checks the template
     decode, spell = make_decoders(tokenizer)
@@ -108,7 +106,7 @@ def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
         spell=spell,
         pieces=lambda ids: pieces(tokenizer, ids),
         ends=ends,
-        longest=enough(tokenizer, c.data.longest_row),
+        longest=character_limit(tokenizer, c.data.longest_row),
     )
     rules = Rules(
         max_prompt_length=c.data.max_prompt_length,

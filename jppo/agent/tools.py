@@ -27,9 +27,9 @@ from typing import Any, Protocol
 import yaml
 
 from jppo.agent.built_in_tools import Calculator, Python, Search
-from jppo.agent.calls import Call, Fault, Found, Schema
+from jppo.agent.calls import Call, Fault, ParsedCall, Schema
 from jppo.errors import UserError, expanded
-from jppo.registry import Registry, said, user_module
+from jppo.registry import Registry, explain, user_module
 from jppo.rewards.earned import finite, short
 from jppo.sandbox.choice import STRICT
 from jppo.types import Prompt
@@ -61,31 +61,33 @@ class UserCodeRunner:
             return await self._run(function, arguments, timeout_s)
 
     async def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        future = self._on_loop(function, arguments) if is_async(function) else _in_thread(function, arguments)
+        """Runs a coroutine function on the loop, or another one in a thread, for at most `timeout_s`."""
+        future = self._submit(function, arguments) if is_async(function) else _run_in_thread(function, arguments)
         return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
 
-    def _on_loop(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
+    def _submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="jppo-tools", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(_guarded(function, arguments), self._loop)
+        return asyncio.run_coroutine_threadsafe(_await_safely(function, arguments), self._loop)
 
     def close(self) -> None:
         """Stops the loop and cancels its tasks; may be called twice."""
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
-            loop.call_soon_threadsafe(_stop, loop)
+            loop.call_soon_threadsafe(_stop_loop, loop)
 
 
-def _stop(loop: asyncio.AbstractEventLoop) -> None:
+def _stop_loop(loop: asyncio.AbstractEventLoop) -> None:
     for task in asyncio.all_tasks(loop):
         task.cancel()
     loop.call_soon(loop.stop)  # after the tasks have seen it
 
 
-async def _guarded(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+async def _await_safely(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Awaits a call; what would end the loop becomes a RuntimeError."""
     try:
         return await function(*arguments)
     except (SystemExit, KeyboardInterrupt) as e:  # these would end the loop
@@ -103,7 +105,8 @@ def is_async(function: Callable[..., Any]) -> bool:
     )
 
 
-def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
+def _run_in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
+    """Calls a plain function in a thread of its own."""
     future: Future[Any] = Future()
 
     def work() -> None:
@@ -174,18 +177,18 @@ class Toolbox:
     def __init__(self, tools: Sequence[Tool], limits: ToolLimits, user_code: UserCodeRunner):
         self.schemas = [tool.schema for tool in tools]
         self._tools = {tool.schema["function"]["name"]: tool for tool in tools}
-        self.tools = list(tools)
+        self.runs_programs = any(getattr(tool, "runs_programs", False) for tool in tools)
         self.rewards = any(getattr(tool, "rewards", False) for tool in tools)
         self._limits = limits
         self._user_code = user_code
 
-    async def call(self, calls: Sequence[Found], prompt: Prompt, memory: dict[str, Any]) -> ToolReplies:
+    async def call(self, calls: Sequence[ParsedCall], prompt: Prompt, memory: dict[str, Any]) -> ToolReplies:
         """Makes the calls concurrently; every call has an answer. Calls above the limit are not made."""
-        most = self._limits.parallel
-        replies = list(await asyncio.gather(*(self._one(call, prompt, memory) for call in calls[:most])))
-        if (surplus := len(calls) - most) > 0:
-            why = f"error: {surplus} calls were not made, only {most} may be made at once"
-            replies.append(ToolReplies([{"role": "tool", "name": "error", "content": self._cut(why)}], surplus, 0.0))
+        limit = self._limits.parallel
+        replies = list(await asyncio.gather(*(self._call_one(call, prompt, memory) for call in calls[:limit])))
+        if (surplus := len(calls) - limit) > 0:
+            text = f"error: {surplus} calls were not made, only {limit} may be made at once"
+            replies.append(ToolReplies([{"role": "tool", "name": "error", "content": self._cut(text)}], surplus, 0.0))
         return ToolReplies(
             [message for reply in replies for message in reply.messages],
             errors=sum(reply.errors for reply in replies),
@@ -194,26 +197,27 @@ class Toolbox:
             fault=next((reply.fault for reply in replies if reply.fault is not None), None),
         )
 
-    async def _one(self, call: Found, prompt: Prompt, memory: dict[str, Any]) -> ToolReplies:
-        began = time.monotonic()
+    async def _call_one(self, call: ParsedCall, prompt: Prompt, memory: dict[str, Any]) -> ToolReplies:
+        """Makes one call; a failure becomes an answer with the error."""
+        start_s = time.monotonic()
         name, text, failed, reward, fault = "error", "", True, 0.0, ""
         if isinstance(call, Fault):
             text = f"error: {call.why}"
         else:
             name = call.name
             try:
-                text, reward, fault = await self._answer(call, prompt, memory)
+                text, reward, fault = await self._run_tool(call, prompt, memory)
                 failed = bool(fault)
             except TimeoutError:
                 text = f"error: {name} took longer than {self._limits.timeout_s:g} s"
             except Exception as e:  # a tool may raise anything
-                text = f"error: {said(e)}"
+                text = f"error: {explain(e)}"
         message = {"role": "tool", "name": name, "content": self._cut(text)}
-        return ToolReplies([message], int(failed), time.monotonic() - began, reward, fault or None)
+        return ToolReplies([message], int(failed), time.monotonic() - start_s, reward, fault or None)
 
-    async def _answer(self, call: Call, prompt: Prompt, memory: dict[str, Any]) -> tuple[str, float, str]:
+    async def _run_tool(self, call: Call, prompt: Prompt, memory: dict[str, Any]) -> tuple[str, float, str]:
         """Returns the text, the reward, and what is wrong with the reward."""
-        context = Context(prompt, of_row(prompt, call.name), memory)
+        context = Context(prompt, row_arguments(prompt, call.name), memory)
         tool = self._tools[call.name]
         slots = getattr(tool, "concurrency", None)
         answer = await self._user_code.run(tool, call.arguments, context, timeout_s=self._limits.timeout_s, slots=slots)
@@ -238,10 +242,10 @@ class Toolbox:
             getattr(tool, "close", lambda: None)()
 
 
-def of_row(prompt: Prompt, name: str) -> Mapping[str, Any]:
+def row_arguments(prompt: Prompt, name: str) -> Mapping[str, Any]:
     """Returns a row's arguments for one tool: verl's extra_info.tools_kwargs[NAME]."""
-    of_tools = (prompt.extra.get("extra_info") or {}).get("tools_kwargs")
-    arguments = of_tools.get(name) if isinstance(of_tools, Mapping) else None
+    tools_kwargs = (prompt.extra.get("extra_info") or {}).get("tools_kwargs")
+    arguments = tools_kwargs.get(name) if isinstance(tools_kwargs, Mapping) else None
     return arguments if isinstance(arguments, Mapping) else {}
 
 
@@ -250,13 +254,13 @@ def cut_to_length(text: str, length: int, side: str) -> str:
     if len(text) <= length:
         return text
     dots = _CUT if length > len(_CUT) else ""
-    keep = length - len(dots)
+    kept_length = length - len(dots)
     if side == "left":
-        return dots + text[len(text) - keep :]
+        return dots + text[len(text) - kept_length :]
     if side == "right":
-        return text[:keep] + dots
-    first = -(-keep // 2)
-    return text[:first] + dots + text[len(text) - (keep - first) :]
+        return text[:kept_length] + dots
+    left_length = -(-kept_length // 2)
+    return text[:left_length] + dots + text[len(text) - (kept_length - left_length) :]
 
 
 def read_tools(path: str, *, allow_code: bool, sandbox: tuple[str, ...] = (STRICT,)) -> list[Tool]:
@@ -266,60 +270,61 @@ def read_tools(path: str, *, allow_code: bool, sandbox: tuple[str, ...] = (STRIC
     """
     if not path:
         return []
-    file, where = expanded(path), f"{SETTING}={path}"
-    tools = _from_python(file, where) if file.suffix == ".py" else _from_yaml(file, where, sandbox)
+    file, setting = expanded(path), f"{SETTING}={path}"
+    tools = _load_python(file, setting) if file.suffix == ".py" else _load_yaml(file, setting, sandbox)
     if not tools:
-        raise UserError(f"{where} lists no tool; add one, or leave the setting empty")
-    names = [_checked_name(tool, where) for tool in tools]
+        raise UserError(f"{setting} lists no tool; add one, or leave the setting empty")
+    names = [_require_name(tool, setting) for tool in tools]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"{where} has two tools of the name {name!r}; rename one in its tool_schema")
+            raise UserError(f"{setting} has two tools of the name {name!r}; rename one in its tool_schema")
     for tool in tools:
         if isinstance(tool, Python) and not allow_code:
             raise UserError(
-                f"{where}: the tool python runs the model's programs; allow it by"
+                f"{setting}: the tool python runs the model's programs; allow it by"
                 " rollout.multi_turn.allow_code=True; docs/security.md describes its sandbox"
             )
     return tools
 
 
-def _from_python(file: pathlib.Path, where: str) -> list[Tool]:
-    make = getattr(user_module(file, where), "tools", None)
+def _load_python(file: pathlib.Path, setting: str) -> list[Tool]:
+    make = getattr(user_module(file, setting), "tools", None)
     if not callable(make):
-        raise UserError(f"{where}: the file has no function tools(); give it one that returns a list of tools")
+        raise UserError(f"{setting}: the file has no function tools(); give it one that returns a list of tools")
     try:
         return list(make())
     except UserError:
         raise
     except Exception as e:
-        raise UserError(f"{where}: tools() failed ({said(e)}); fix the file") from e
+        raise UserError(f"{setting}: tools() failed ({explain(e)}); fix the file") from e
 
 
-def _from_yaml(file: pathlib.Path, where: str, sandbox: tuple[str, ...]) -> list[Tool]:
+def _load_yaml(file: pathlib.Path, setting: str, sandbox: tuple[str, ...]) -> list[Tool]:
     try:
-        read = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        why = "there is no such file" if isinstance(e, FileNotFoundError) else f"it cannot be read: {e}"
-        raise UserError(f"{where}: {why}; give a YAML or Python file") from e
+        fault = "there is no such file" if isinstance(e, FileNotFoundError) else f"it cannot be read: {e}"
+        raise UserError(f"{setting}: {fault}; give a YAML or Python file") from e
     except yaml.YAMLError as e:
-        raise UserError(f"{where} is not valid YAML: {' '.join(str(e).split())}; fix it") from e
-    listed = read.get("tools") if isinstance(read, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
-        raise UserError(f"{where} must have a list `tools` of objects with class_name, config and tool_schema")
-    return [_made(entry, where, sandbox) for entry in listed]
+        raise UserError(f"{setting} is not valid YAML: {' '.join(str(e).split())}; fix it") from e
+    entries = content.get("tools") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{setting} must have a list `tools` of objects with class_name, config and tool_schema")
+    return [_make_tool(entry, setting, sandbox) for entry in entries]
 
 
-def _made(entry: Mapping[str, Any], where: str, sandbox: tuple[str, ...]) -> Tool:
+def _make_tool(entry: Mapping[str, Any], setting: str, sandbox: tuple[str, ...]) -> Tool:
+    """Creates a tool by its entry in a YAML file; UserError if it is invalid."""
     name, config, schema = entry.get("class_name"), entry.get("config") or {}, entry.get("tool_schema")
     if unknown := set(entry) - {"class_name", "config", "tool_schema"}:
         raise UserError(
-            f"{where}: {min(map(str, unknown))!r} is not known; an entry has class_name, config, tool_schema"
+            f"{setting}: {min(map(str, unknown))!r} is not known; an entry has class_name, config, tool_schema"
         )
     if not isinstance(name, str) or not isinstance(config, dict) or not isinstance(schema, dict | None):
         raise UserError(
-            f"{where}: an entry is class_name (text), config and tool_schema (objects); one is {dict(entry)}"
+            f"{setting}: an entry is class_name (text), config and tool_schema (objects); one is {dict(entry)}"
         )
-    cls = TOOLS.find(name, f"{where}: class_name")
+    cls = TOOLS.find(name, f"{setting}: class_name")
     try:
         tool: Tool = cls(**config, **({"sandbox": sandbox} if cls is Python else {}))
         if schema is not None:
@@ -328,22 +333,24 @@ def _made(entry: Mapping[str, Any], where: str, sandbox: tuple[str, ...]) -> Too
         raise
     except Exception as e:
         raise UserError(
-            f"{where}: {name} cannot be created with config={config} ({said(e)}); fix one of the two"
+            f"{setting}: {name} cannot be created with config={config} ({explain(e)}); fix one of the two"
         ) from e
     return tool
 
 
-def _checked_name(tool: Any, where: str) -> str:
+def _require_name(tool: Any, setting: str) -> str:
+    """Returns a tool's name; UserError if it has no valid schema, or cannot be called."""
     schema = getattr(tool, "schema", None)
     function = schema.get("function") if isinstance(schema, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name or any(c.isspace() for c in name):
         raise UserError(
-            f"{where}: the tool {type(tool).__name__} has no schema in OpenAI's form, {{'type': 'function', 'function':"
-            " {'name': ..., 'description': ..., 'parameters': ...}}; give it `schema`, or tool_schema in the file"
+            f"{setting}: the tool {type(tool).__name__} has no schema in OpenAI's form, {{'type': 'function',"
+            " 'function': {'name': ..., 'description': ..., 'parameters': ...}}; give it `schema`, or tool_schema in"
+            " the file"
         )
     if not callable(tool):
         raise UserError(
-            f"{where}: the tool {name!r} cannot be called; give it `async def __call__(arguments, context)`"
+            f"{setting}: the tool {name!r} cannot be called; give it `async def __call__(arguments, context)`"
         )
     return name

@@ -19,15 +19,15 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jppo.agent.calls import Call, Found, Parser, Schema, opened_thought, without_calls
+from jppo.agent.calls import Call, ParsedCall, Parser, Schema, opened_thought, without_calls
 from jppo.data.prompts import Messages
 from jppo.data.rows import Row
 from jppo.data.tokenizer import make_renderer, spell, tokenize
 from jppo.errors import UserError
 
-_ASKED: list[dict[str, Any]] = [{"role": "user", "content": "asked-first"}]
+_PROMPT: list[dict[str, Any]] = [{"role": "user", "content": "asked-first"}]
 SAID = "said-by-the-assistant"  # the text of a made-up turn, which no template has
-_TEXT: dict[str, Any] = {"role": "assistant", "content": SAID}
+_TURN: dict[str, Any] = {"role": "assistant", "content": SAID}
 _VALUES = {"string": "a b", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 
 
@@ -39,18 +39,18 @@ class Form:
     parsed: bool = False  # the template needs calls as fields of the turn's message
     answers: str = "tool"  # the role of answers to a turn without such fields, as to an invalid call
 
-    def answered(
-        self, turn: dict[str, Any], thinks: str, calls: Sequence[Found], replies: list[dict[str, str]], first: int
+    def with_answers(
+        self, turn: dict[str, Any], thought: str, calls: Sequence[ParsedCall], replies: list[dict[str, str]], first: int
     ) -> tuple[dict[str, Any], list[dict[str, str]]]:
         """Returns a turn and the answers to its calls, whose ids count from `first`.
 
-        `thinks` is the beginning of a thought at the end of the turn's prompt.
+        `thought` is the beginning of a thought at the end of the turn's prompt.
         """
         valid = [call for call in calls if isinstance(call, Call)]
         if len(valid) < len(calls) or len(calls) != len(replies):
             return turn, [reply | {"role": self.answers} for reply in replies]
         fields = call_fields(valid, first)
-        text = without_calls(thinks + turn["content"], self.format).removeprefix(thinks)
+        text = without_calls(thought + turn["content"], self.format).removeprefix(thought)
         answers = [reply | {"tool_call_id": call["id"]} for reply, call in zip(replies, fields, strict=True)]
         return turn | {"content": text, "tool_calls": fields}, answers
 
@@ -79,56 +79,56 @@ def check_template(
     """
     for role in roles:
         if role != "tool":
-            _require_shown(render, role, _TEXT, setting)
+            _require_shown(render, role, _TURN, setting)
     if not schemas:
         return Form(name)
-    _check_named(render, schemas, setting)
+    _require_tool_names(render, schemas, setting)
     parsed, counts = False, range(1, 1 + min(parallel, 2))
     for schema, count, text in itertools.product(schemas, counts, ("", SAID)) if parse else ():
-        calls = [_example(schema)] * count
+        calls = [_example_call(schema)] * count
         fields = call_fields(calls)
-        turn = _TEXT | {"content": text, "tool_calls": fields}
-        written, answers = _written(render, turn), _answers(count, fields)
-        if parse and parse(written, schemas) != calls:
-            raise _unread(written, calls, f"{setting}={name!r}")
+        turn = _TURN | {"content": text, "tool_calls": fields}
+        call_text, answers = _turn_text(render, turn), _answers(count, fields)
+        if parse and parse(call_text, schemas) != calls:
+            raise _unread_error(call_text, calls, f"{setting}={name!r}")
         _require_shown(render, "tool", turn, setting, count)
-        parsed |= render([*_ASKED, turn, *answers]) != render([*_ASKED, _TEXT | {"content": written}, *answers])
+        parsed |= render([*_PROMPT, turn, *answers]) != render([*_PROMPT, _TURN | {"content": call_text}, *answers])
     if not parsed:
-        _require_shown(render, "tool", _TEXT, setting)
+        _require_shown(render, "tool", _TURN, setting)
         return Form(name)
     with contextlib.suppress(UserError):  # such a template may refuse answers to a text
-        if _shown(render, "tool", _TEXT):
+        if _shows(render, "tool", _TURN):
             return Form(name, parsed)
-    _require_shown(render, "user", _TEXT, setting)
+    _require_shown(render, "user", _TURN, setting)
     return Form(name, parsed, "user")
 
 
-def changes(render: Callable[..., str], roles: Sequence[str]) -> list[str]:
+def changed_turns(render: Callable[..., str], roles: Sequence[str]) -> list[str]:
     """Returns the turns of the policy that the template changes, each with the role of the messages that follow."""
-    changed, before = [], render(_ASKED)
+    changed, prompt_text = [], render(_PROMPT)
     for role in roles:
-        for kind, thought in (("", ""), (" with a thought", "<think>\nhm\n</think>\n\n")):
-            text = thought.removeprefix(opened_thought(before)).lstrip() + SAID
+        for suffix, thought in (("", ""), (" with a thought", "<think>\nhm\n</think>\n\n")):
+            text = thought.removeprefix(opened_thought(prompt_text)).lstrip() + SAID
             with contextlib.suppress(UserError):  # a template may refuse tools' answers to a text
-                whole = render([*_ASKED, _TEXT | {"content": text}, *(m | {"role": role} for m in _answers(1))])
-                if not whole.startswith(before + text):
-                    changed.append(f"a turn{kind} before the role {role!r}")
+                rendering = render([*_PROMPT, _TURN | {"content": text}, *(m | {"role": role} for m in _answers(1))])
+                if not rendering.startswith(prompt_text + text):
+                    changed.append(f"a turn{suffix} before the role {role!r}")
     return changed
 
 
-def _written(render: Callable[..., str], turn: Mapping[str, Any]) -> str:
+def _turn_text(render: Callable[..., str], turn: Mapping[str, Any]) -> str:
     """Returns the text of a turn without its head and end."""
-    asked, whole, text = (render([*_ASKED, *turns], opened=False) for turns in ([], [turn], [_TEXT]))
-    head, _, end = text[_same(asked, text) :].partition(SAID)
-    return whole[_same(asked, whole) :].removeprefix(head).removesuffix(end)
+    prompt_text, rendering, text = (render([*_PROMPT, *turns], opened=False) for turns in ([], [turn], [_TURN]))
+    head, _, end = text[_common_length(prompt_text, text) :].partition(SAID)
+    return rendering[_common_length(prompt_text, rendering) :].removeprefix(head).removesuffix(end)
 
 
-def _same(a: str, b: str) -> int:
+def _common_length(a: str, b: str) -> int:
     """Returns the length of the common beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _example(schema: Schema) -> Call:
+def _example_call(schema: Schema) -> Call:
     """Returns a call with the required arguments."""
     parameters: Mapping[str, Any] = schema["function"].get("parameters") or {}
     arguments = {}
@@ -136,7 +136,7 @@ def _example(schema: Schema) -> Call:
         parameter = (parameters.get("properties") or {}).get(name)
         kind = parameter.get("type") if isinstance(parameter, Mapping) else None
         kinds = kind if isinstance(kind, list) else [kind]
-        arguments[name] = next((_VALUES[one] for one in kinds if one in _VALUES), "a b")
+        arguments[name] = next((_VALUES[name_of_type] for name_of_type in kinds if name_of_type in _VALUES), "a b")
     return Call(schema["function"]["name"], arguments)
 
 
@@ -150,21 +150,21 @@ def _answers(count: int, calls: Sequence[Mapping[str, Any]] = ()) -> list[dict[s
     return answers
 
 
-def _shown(render: Callable[..., str], role: str, turn: Mapping[str, Any], count: int = 1) -> bool:
+def _shows(render: Callable[..., str], role: str, turn: Mapping[str, Any], count: int = 1) -> bool:
     """Whether the messages of a role that answer a turn are in the rendering."""
     answers = [answer | {"role": role} for answer in _answers(count, turn.get("tool_calls", []))]
-    rendered = render([*_ASKED, turn, *answers])
+    rendered = render([*_PROMPT, turn, *answers])
     return all(answer["content"] in rendered for answer in answers)
 
 
 def _require_shown(
     render: Callable[..., str], role: str, turn: Mapping[str, Any], setting: str, count: int = 1
 ) -> None:
-    if not _shown(render, role, turn, count):
-        raise _hides(setting, role)
+    if not _shows(render, role, turn, count):
+        raise _hidden_error(setting, role)
 
 
-def _unread(written: str, calls: Sequence[Call], format: str) -> UserError:
+def _unread_error(written: str, calls: Sequence[Call], format: str) -> UserError:
     fault = (
         f"writes a call as {written.strip()!r:.150}" if calls[0].name in written else "leaves out calls of the policy"
     )
@@ -174,24 +174,25 @@ def _unread(written: str, calls: Sequence[Call], format: str) -> UserError:
     )
 
 
-def _hides(setting: str, role: str) -> UserError:
+def _hidden_error(setting: str, role: str) -> UserError:
     return UserError(
         f"the tokenizer's chat template leaves out messages of the role {role!r} that answer the policy; use a"
         f" template that shows them, or {setting}=plain"
     )
 
 
-def _check_named(render: Callable[..., str], schemas: Sequence[Schema], setting: str) -> None:
-    rendered = render(_ASKED)
-    lacking = [name for name in (schema["function"]["name"] for schema in schemas) if name not in rendered]
-    if lacking:
+def _require_tool_names(render: Callable[..., str], schemas: Sequence[Schema], setting: str) -> None:
+    """Raises UserError unless the template shows the names of all tools."""
+    rendered = render(_PROMPT)
+    missing = [name for name in (schema["function"]["name"] for schema in schemas) if name not in rendered]
+    if missing:
         raise UserError(
-            f"the tokenizer's chat template does not show the tools to the model: {', '.join(lacking)} is missing in"
+            f"the tokenizer's chat template does not show the tools to the model: {', '.join(missing)} is missing in"
             f" its output; use a template that reads `tools`, or {setting}=plain"
         )
 
 
-_PLACE = Row("rollout.multi_turn", 1, {}, "made-up conversation")
+_EXAMPLE_ROW = Row("rollout.multi_turn", 1, {}, "made-up conversation")
 # of templates and tokenizers, in a conversation that cannot be rendered or encoded
 UNREADABLE = (UserError, UnicodeError, TypeError, ValueError, LookupError, RecursionError)
 
@@ -199,17 +200,17 @@ Message = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Spoken:
+class SampledTurn:
     """A turn of the policy in its conversation."""
 
-    asked: Sequence[Message]  # the messages before it
-    said: Message  # the turn as a message, with its calls as fields
+    earlier: Sequence[Message]  # the messages before it
+    message: Message  # the turn as a message, with its calls as fields
     text: str  # of the turn, with its calls
     ids: list[int]  # up to its end
     sampled: int  # number of its tokens
 
 
-Follow = Callable[[Spoken, Sequence[Message]], tuple[list[int], bool]]
+Follow = Callable[[SampledTurn, Sequence[Message]], tuple[list[int], bool]]
 Render = Callable[[Sequence[Message]], str]  # with the start of the next turn
 Encode = Callable[[str], list[int]]
 
@@ -230,7 +231,7 @@ class Chat:
     form: Form
 
 
-def templated(
+def template_chat(
     tokenizer: Any,
     schemas: Sequence[Schema],
     *,
@@ -251,15 +252,15 @@ def templated(
             f"{setting}={name!r} needs a chat template, and the tokenizer has none; give one in"
             f" tokenizer_config.json or chat_template.jinja, or set {setting}=plain"
         )
-    bare, encode = make_renderer(tokenizer, schemas, arguments), functools.partial(tokenize, tokenizer)
+    renderer, encode = make_renderer(tokenizer, schemas, arguments), functools.partial(tokenize, tokenizer)
 
     def render(messages: Sequence[Message], opened: bool = True) -> str:
-        text: str = bare(messages, _PLACE, opened=opened)
+        text: str = renderer(messages, _EXAMPLE_ROW, opened=opened)
         return text
 
-    kept = history == "sampled"
-    read = None if kept else parse
-    form = check_template(render, schemas, roles=roles, name=name, parse=read, setting=setting, parallel=parallel)
+    as_sampled = history == "sampled"
+    parser = None if as_sampled else parse
+    form = check_template(render, schemas, roles=roles, name=name, parse=parser, setting=setting, parallel=parallel)
 
     def opening(prompt: Messages, ids: list[int], text: str) -> tuple[list[Message], list[int]]:
         before = as_messages(prompt)
@@ -269,15 +270,15 @@ def templated(
         return messages, encode(render(messages))
 
     @functools.lru_cache(maxsize=64)  # the samples of a prompt begin with the same messages
-    def begun(messages: str) -> list[int]:
+    def conversation_ids(messages: str) -> list[int]:
         return encode(render(json.loads(messages)))
 
-    if changed := changes(render, roles):
-        effect = "such turns stay as they were sampled" if kept else "the next turn then begins a new trajectory"
+    if changed := changed_turns(render, roles):
+        effect = "such turns stay as they were sampled" if as_sampled else "the next turn then begins a new trajectory"
         notice = f"the chat template changes {', '.join(changed)}; {effect} (rollout.history={history})"
         print(f"conversations: {notice}", file=sys.stderr, flush=True)
-    follow = _follow_sampled(render, encode) if kept else _follow_template(tokenizer, render, encode, form.parsed)
-    return Chat(follow, opening, lambda messages: [*begun(json.dumps(messages))], encode, form)
+    follow = _follow_sampled(render, encode) if as_sampled else _follow_template(tokenizer, render, encode, form.parsed)
+    return Chat(follow, opening, lambda messages: [*conversation_ids(json.dumps(messages))], encode, form)
 
 
 def _follow_template(tokenizer: Any, render: Render, encode: Encode, parsed: bool) -> Follow:
@@ -286,19 +287,19 @@ def _follow_template(tokenizer: Any, render: Render, encode: Encode, parsed: boo
     `parsed`: the template needs calls as fields of the turn (`Form.parsed`); otherwise its raw text is tried first.
     """
 
-    def after(last: int, text: str) -> list[int]:
+    def encode_after(last_token: int, text: str) -> list[int]:
         """Encodes a text after a token, which a tokenizer may need to see."""
-        ids = encode(spell(tokenizer, [last]) + text)
-        return ids[1:] if ids and ids[0] == last else encode(text)
+        ids = encode(spell(tokenizer, [last_token]) + text)
+        return ids[1:] if ids and ids[0] == last_token else encode(text)
 
-    def follow(turn: Spoken, new: Sequence[Message]) -> tuple[list[int], bool]:
-        before = render(turn.asked) + spell(tokenizer, turn.ids[-turn.sampled :])
+    def follow(turn: SampledTurn, replies: Sequence[Message]) -> tuple[list[int], bool]:
+        rendered_so_far = render(turn.earlier) + spell(tokenizer, turn.ids[-turn.sampled :])
         raw = {"role": "assistant", "content": turn.text}
-        for message in (turn.said,) if parsed else (raw, turn.said):
-            whole = render([*turn.asked, message, *new])
-            if whole.startswith(before):
-                return turn.ids + after(turn.ids[-1], whole[len(before) :]), True
-        return encode(whole), False
+        for message in (turn.message,) if parsed else (raw, turn.message):
+            rendering = render([*turn.earlier, message, *replies])
+            if rendering.startswith(rendered_so_far):
+                return turn.ids + encode_after(turn.ids[-1], rendering[len(rendered_so_far) :]), True
+        return encode(rendering), False
 
     return follow
 
@@ -306,9 +307,9 @@ def _follow_template(tokenizer: Any, render: Render, encode: Encode, parsed: boo
 def _follow_sampled(render: Render, encode: Encode) -> Follow:
     """Makes `Chat.follow`: the turns as they were sampled, then the new messages as the template renders them."""
 
-    def follow(turn: Spoken, new: Sequence[Message]) -> tuple[list[int], bool]:
-        whole = render([{"role": "user", "content": "anything"}, {"role": "assistant", "content": SAID}, *new])
-        ids = encode(whole[whole.index(SAID) + len(SAID) :])
+    def follow(turn: SampledTurn, replies: Sequence[Message]) -> tuple[list[int], bool]:
+        rendering = render([{"role": "user", "content": "anything"}, {"role": "assistant", "content": SAID}, *replies])
+        ids = encode(rendering[rendering.index(SAID) + len(SAID) :])
         return turn.ids + (ids[1:] if ids and ids[0] == turn.ids[-1] else ids), True
 
     return follow
@@ -323,20 +324,20 @@ def plain_chat(tokenizer: Any) -> Chat:
     """Builds a Chat for models without a template: [[a tool's answer]], and other messages on their own lines."""
     encode = functools.partial(tokenize, tokenizer)
 
-    def written(message: Message) -> str:
+    def message_text(message: Message) -> str:
         content: str = message["content"]
         if message["role"] == "assistant":
             calls = [call["function"] for call in message.get("tool_calls", [])]
             return content + "".join(f"<<{c['name']} {json.dumps(c['arguments'])}>>" for c in calls)
         return f"[[{content}]]" if message["role"] == "tool" else f"\n{content}\n"
 
-    def follow(turn: Spoken, new: Sequence[Message]) -> tuple[list[int], bool]:
-        return turn.ids + encode("".join(map(written, new))), True
+    def follow(turn: SampledTurn, replies: Sequence[Message]) -> tuple[list[int], bool]:
+        return turn.ids + encode("".join(map(message_text, replies))), True
 
     def opening(prompt: Messages, ids: list[int], text: str) -> tuple[list[Message], list[int]]:
         return [*as_messages(prompt), {"role": "user", "content": text}], ids + encode(f"{text}\n")
 
     def whole(messages: Sequence[Message]) -> list[int]:
-        return encode(messages[0]["content"] + "".join(map(written, messages[1:])), True)
+        return encode(messages[0]["content"] + "".join(map(message_text, messages[1:])), True)
 
     return Chat(follow, opening, whole, encode, Form("plain"))

@@ -17,28 +17,28 @@ from jppo.settings import exit_on_user_error
 
 
 def _example(row: Row, index: int) -> dict[str, Any]:
-    """Makes a row in verl's layout, from such a row or from a problem with its answer."""
+    """Makes a row in verl's layout, from one or from a problem with its answer."""
     if "prompt" in row.columns:
         return prepare.checked_verl_row(row, "test")
-    lower = Row(row.source, row.number, {name.lower(): value for name, value in row.columns.items()}, row.unit)
-    problem, answer = text_column(lower, "problem"), str(lower.columns.get("answer"))
+    lower_case = Row(row.source, row.number, {name.lower(): value for name, value in row.columns.items()}, row.unit)
+    problem, answer = text_column(lower_case, "problem"), str(lower_case.columns.get("answer"))
     if not answer.strip().isdecimal() or not 0 <= int(answer) <= 999:
         raise UserError(
-            f"{row.place}: answer is {brief(lower.columns.get('answer'))}; AIME's are integers from 0 to 999"
+            f"{row.place}: answer is {brief(lower_case.columns.get('answer'))}; AIME's are integers from 0 to 999"
         )
     return prepare.verl_row(
         prepare.DAPO_PROMPT.format(problem), str(int(answer)), source="aime", split="test", index=index
     )
 
 
-def _make(source: pathlib.Path) -> prepare.Made:
-    """Keeps each question once."""
-    return {"test": prepare.different(_example(row, i) for i, row in enumerate(prepare.rows_of(source)))}
+def _make(source: pathlib.Path) -> prepare.RowSets:
+    """Returns the rows of the test set, each question once."""
+    return {"test": prepare.deduplicate(_example(row, i) for i, row in enumerate(prepare.rows_of(source)))}
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+    """Writes AIME's questions as test.parquet."""
     prepare.command("jppo.data.aime", __doc__, _make, argv)
 
 

@@ -47,8 +47,8 @@ class DataNote:
 
 
 @dataclasses.dataclass(frozen=True)
-class Looked:
-    """One set of data, read and checked row by row."""
+class CheckedSet:
+    """A training or test set, read and checked row by row."""
 
     sources: list[Source]
     rows: list[Row]
@@ -56,7 +56,7 @@ class Looked:
     ids: list[list[int]] | None  # None without a tokenizer
 
 
-def look(
+def read_set(
     files: str,
     setting: str,
     *,
@@ -65,74 +65,74 @@ def look(
     custom_cls: str,
     columns: Mapping[str, str] = types.MappingProxyType({}),
     template_arguments: Mapping[str, Any] = types.MappingProxyType({}),
-) -> Looked:
-    """Reads a set, with the errors that training would raise."""
+) -> CheckedSet:
+    """Reads and tokenises a training or test set, with the errors that training would raise."""
     sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer, columns=columns)
     rows = [row for source in sources for row in source.rows]
     prompts = [with_system_prompt(prompt_of(row), system_prompt, row) for row in rows]
     for source in sources:
         check_one_schema(source.rows)
     ids = None if tokenizer is None else tokenise(prompts, rows, tokenizer, template_arguments=template_arguments)
-    return Looked(sources, rows, prompts, ids)
+    return CheckedSet(sources, rows, prompts, ids)
 
 
 def data_findings(
-    seen: Looked,
+    data: CheckedSet,
     *,
     max_prompt_length: int | None,
     graders: dict[str, str],
     refuse: Callable[[str, str], str],
     needed: Collection[str] = NEEDED,
 ) -> list[DataNote]:
-    """Returns the findings about one set; `graders` maps known data sources to graders, `needed` as in training.
+    """Returns the report's notes on one set: columns, sources, missing answers, duplicates, over-long prompts.
 
     `refuse` returns why a row of a source with a ground truth cannot be graded, or ''.
     """
-    out = []
-    for source in seen.sources:
+    notes = []
+    for source in data.sources:
         columns = collections.Counter(column for row in source.rows for column in row.columns)
-        partly = [column for column, count in columns.items() if count < len(source.rows)]
+        partial = [column for column, count in columns.items() if count < len(source.rows)]
         summary = f"{source.name}: {len(source.rows)}; columns {', '.join(map(str, columns))}"
-        out.append(
-            DataNote(not partly, "rows", f"{summary}; not every row has {', '.join(partly)}" if partly else summary)
+        notes.append(
+            DataNote(not partial, "rows", f"{summary}; not every row has {', '.join(partial)}" if partial else summary)
         )
-    for name, count in collections.Counter(map(data_source, seen.rows)).most_common():
+    for name, count in collections.Counter(map(data_source, data.rows)).most_common():
         grader = f"graded by {graders[name]}" if name in graders else "no grader: set reward.grader or reward.function"
-        out.append(DataNote(name in graders, "source", f"{name}: {count} rows, {grader}"))
-    empty = [row for row in seen.rows if not _has_answer(row)]
+        notes.append(DataNote(name in graders, "source", f"{name}: {count} rows, {grader}"))
+    unanswered = [row for row in data.rows if not _has_answer(row)]
     if "ground_truth" in needed:
-        out.append(_counted("answers", "without an answer", empty, len(seen.rows)))
-    reasons = {id(row): refuse(data_source(row), ground_truth(row)) for row in seen.rows if _has_answer(row)}
-    if refused := [row for row in seen.rows if reasons.get(id(row))]:
-        why = reasons[id(refused[0])]
-        out.append(_counted("asserts", f"with asserts that are left out ({why})", refused, len(seen.rows)))
-    first: dict[str, Row] = {}
-    again = [
+        notes.append(_count_note("answers", "without an answer", unanswered, len(data.rows)))
+    reasons = {id(row): refuse(data_source(row), ground_truth(row)) for row in data.rows if _has_answer(row)}
+    if ungradable := [row for row in data.rows if reasons.get(id(row))]:
+        reason = reasons[id(ungradable[0])]
+        notes.append(_count_note("asserts", f"with asserts that are left out ({reason})", ungradable, len(data.rows)))
+    first_rows: dict[str, Row] = {}
+    duplicates = [
         row
-        for row, key in zip(seen.rows, map(_key, seen.prompts), strict=True)
-        if first.setdefault(key, row) is not row
+        for row, key in zip(data.rows, map(_prompt_key, data.prompts), strict=True)
+        if first_rows.setdefault(key, row) is not row
     ]
-    out.append(_counted("duplicates", "with the prompt of an earlier row", again, len(seen.rows)))
-    if seen.ids is not None and max_prompt_length is not None:
-        long = [row for row, ids in zip(seen.rows, seen.ids, strict=True) if len(ids) > max_prompt_length]
-        out.append(
-            _counted("over-long", f"with a prompt of more than {max_prompt_length} tokens", long, len(seen.rows))
+    notes.append(_count_note("duplicates", "with the prompt of an earlier row", duplicates, len(data.rows)))
+    if data.ids is not None and max_prompt_length is not None:
+        overlong = [row for row, ids in zip(data.rows, data.ids, strict=True) if len(ids) > max_prompt_length]
+        notes.append(
+            _count_note("over-long", f"with a prompt of more than {max_prompt_length} tokens", overlong, len(data.rows))
         )
-    return out
+    return notes
 
 
-def overlap(train: Looked, val: Looked) -> DataNote:
-    """Counts rows of the second set whose prompt is in the first."""
-    known = set(map(_key, train.prompts))
-    both = [row for row, prompt in zip(val.rows, val.prompts, strict=True) if _key(prompt) in known]
-    return _counted("overlap", "of the test set with a prompt of the training set", both, len(val.rows))
+def overlap(train: CheckedSet, val: CheckedSet) -> DataNote:
+    """Returns a note on rows of the test set whose prompt is in the training set."""
+    train_keys = set(map(_prompt_key, train.prompts))
+    shared = [row for row, prompt in zip(val.rows, val.prompts, strict=True) if _prompt_key(prompt) in train_keys]
+    return _count_note("overlap", "of the test set with a prompt of the training set", shared, len(val.rows))
 
 
-def lengths(seen: Looked) -> tuple[np.ndarray, str]:
-    """Returns the length of each prompt [n] i64, and its unit."""
-    if seen.ids is not None:
-        return np.array([len(ids) for ids in seen.ids]), "tokens"
-    texts = (p if isinstance(p, str) else "".join(message["content"] for message in p) for p in seen.prompts)
+def lengths(data: CheckedSet) -> tuple[np.ndarray, str]:
+    """Returns the length of each prompt [n] i64, and its unit, tokens or characters."""
+    if data.ids is not None:
+        return np.array([len(ids) for ids in data.ids]), "tokens"
+    texts = (p if isinstance(p, str) else "".join(message["content"] for message in p) for p in data.prompts)
     return np.array([len(text) for text in texts]), "characters"
 
 
@@ -141,38 +141,39 @@ def histogram(values: np.ndarray) -> list[str]:
     low, high = int(values.min()), int(values.max())
     step = max(1, -(-(high - low + 1) // _BINS))  # integers, so that bins are equal
     counts = np.bincount((values - low) // step)
-    wide = len(str(high + step))
+    width = len(str(high + step))
     lines = []
-    for i, n in enumerate(map(int, counts)):
-        first = low + i * step
-        bar = "#" * -(-n * BAR // int(counts.max()))
-        lines.append(f"      {first:>{wide}} to {first + step - 1:>{wide}}  {bar} {n}")
+    for bin_index, count in enumerate(map(int, counts)):
+        start = low + bin_index * step
+        bar = "#" * -(-count * BAR // int(counts.max()))
+        lines.append(f"      {start:>{width}} to {start + step - 1:>{width}}  {bar} {count}")
     return lines
 
 
-def _report(seen: Looked, findings: Sequence[DataNote], title: str, tokenizer: Any) -> list[str]:
-    """Returns the printed lines of one set."""
-    values, unit = lengths(seen)
-    spread = f"{values.min()} to {values.max()} {unit}, mean {values.mean():.1f}"
-    shown = seen.prompts[0] if seen.ids is None else tokenizer.decode(seen.ids[0])
-    note = "" if seen.ids is not None else ", raw: use --tokenizer to see it as the model reads it"
-    text = shown if isinstance(shown, str) else "\n".join(f"[{m['role']}] {m['content']}" for m in shown)
+def _report(data: CheckedSet, findings: Sequence[DataNote], title: str, tokenizer: Any) -> list[str]:
+    """Formats the report on one set: its notes, a histogram of lengths and the first prompt."""
+    values, unit = lengths(data)
+    summary = f"{values.min()} to {values.max()} {unit}, mean {values.mean():.1f}"
+    prompt = data.prompts[0] if data.ids is None else tokenizer.decode(data.ids[0])
+    note = "" if data.ids is not None else ", raw: use --tokenizer to see it as the model reads it"
+    text = prompt if isinstance(prompt, str) else "\n".join(f"[{m['role']}] {m['content']}" for m in prompt)
     return [
-        f"{title}: {len(seen.rows)} rows",
+        f"{title}: {len(data.rows)} rows",
         *map(str, findings),
-        str(DataNote(True, "lengths", spread)),
+        str(DataNote(True, "lengths", summary)),
         *histogram(values),
         f"      the first prompt{note}",
         *(f"      | {line}" for line in text.split("\n")),
     ]
 
 
-def _counted(about: str, condition: str, rows: list[Row], of: int) -> DataNote:
-    summary = f"{len(rows)} of {of} rows {condition}"
+def _count_note(about: str, condition: str, rows: list[Row], total: int) -> DataNote:
+    summary = f"{len(rows)} of {total} rows {condition}"
     return DataNote(not rows, about, f"{summary}, the first is {rows[0].place}" if rows else summary)
 
 
 def _has_answer(row: Row) -> bool:
+    """Whether the row has a ground truth that is not blank, in either schema; UserError if it is of a wrong type."""
     nested = row.columns.get("reward_model")
     answers = [row.columns.get("ground_truth"), nested.get("ground_truth") if isinstance(nested, dict) else None]
     if all(answer is None or (isinstance(answer, str) and not answer.strip()) for answer in answers):
@@ -181,21 +182,22 @@ def _has_answer(row: Row) -> bool:
     return True
 
 
-def _key(prompt: Messages) -> str:
+def _prompt_key(prompt: Messages) -> str:
     return prompt if isinstance(prompt, str) else repr([(m["role"], m["content"]) for m in prompt])
 
 
-def _graders(*sets: Looked | None) -> dict[str, str]:
+def _graders(*sets: CheckedSet | None) -> dict[str, str]:
+    """Returns the name of each data source's grader; sources without one are left out."""
     from jppo.rewards.graders import grader_of  # a command may look beyond data/
 
-    sources = {data_source(row) for seen in sets if seen is not None for row in seen.rows}
+    sources = {data_source(row) for s in sets if s is not None for row in s.rows}
     graders = {source: grader_of(source) for source in sources}
     return {source: getattr(grader, "__name__", source) for source, grader in graders.items() if grader is not None}
 
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Checks the training set and the test set, and prints the report."""
     parser = Parser("jppo.data.check", __doc__)
     parser.add_argument("files", nargs="+", help="parquet, jsonl, json, hub:NAME/SPLIT or tfds:NAME/SPLIT@DIR")
     parser.add_argument("--val", default="", help="the test set, in the same forms, separated by commas")
@@ -211,13 +213,13 @@ def main(argv: list[str] | None = None) -> None:
     if args.max_prompt_length is not None and not args.tokenizer:
         raise UserError(f"--max-prompt-length={args.max_prompt_length} is in tokens; give --tokenizer to count them")
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    read = dict(tokenizer=tokenizer, system_prompt=args.system_prompt, custom_cls=args.custom_cls)
-    train = look(",".join(args.files), "FILES", **read)
-    val = look(args.val, "--val", **read) if args.val else None
-    options = dict[str, Any](max_prompt_length=args.max_prompt_length, graders=_graders(train, val), refuse=refusal)
-    lines = _report(train, data_findings(train, **options), "training set", tokenizer)
+    options = dict(tokenizer=tokenizer, system_prompt=args.system_prompt, custom_cls=args.custom_cls)
+    train = read_set(",".join(args.files), "FILES", **options)
+    val = read_set(args.val, "--val", **options) if args.val else None
+    checks = dict[str, Any](max_prompt_length=args.max_prompt_length, graders=_graders(train, val), refuse=refusal)
+    lines = _report(train, data_findings(train, **checks), "training set", tokenizer)
     if val is not None:
-        lines += _report(val, [*data_findings(val, **options), overlap(train, val)], "test set", tokenizer)
+        lines += _report(val, [*data_findings(val, **checks), overlap(train, val)], "test set", tokenizer)
     print(escaped("\n".join(lines)))
 
 

@@ -12,14 +12,14 @@ from jppo.data import prepare
 from jppo.settings import exit_on_user_error
 
 
-def _make(source: pathlib.Path) -> prepare.Made:
-    """Keeps each question once."""
-    return {"train": prepare.different(prepare.checked_verl_row(row, "train") for row in prepare.rows_of(source))}
+def _make(source: pathlib.Path) -> prepare.RowSets:
+    """Returns the rows of the training set, each question once."""
+    return {"train": prepare.deduplicate(prepare.checked_verl_row(row, "train") for row in prepare.rows_of(source))}
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+    """Writes DAPO-Math-17k's questions as train.parquet."""
     prepare.command("jppo.data.dapo_math", __doc__, _make, argv)
 
 

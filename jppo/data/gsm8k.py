@@ -22,7 +22,7 @@ import numpy as np
 from jppo.data import prepare
 from jppo.data.rows import TFDS_MISSING, Row, make_directory, read_rows, text_column
 from jppo.errors import UserError, escaped, first_line
-from jppo.registry import said
+from jppo.registry import explain
 from jppo.settings import Parser, exit_on_user_error
 
 _SUFFIX = 'Let\'s think step by step and output the final answer after "####".'
@@ -122,13 +122,14 @@ def write_tfds(splits: Mapping[str, list[dict[str, Any]]], out: pathlib.Path) ->
             Builder(data_dir=str(out), file_format="array_record").download_and_prepare()
     except Exception as e:  # tensorflow-datasets raises its own errors, and TensorFlow's if it needs that
         raise UserError(
-            f"--tfds: tensorflow-datasets could not write {out / TFDS_NAME} ({said(e)}); omit --tfds to write parquet"
+            f"--tfds: tensorflow-datasets could not write {out / TFDS_NAME} ({explain(e)}); omit --tfds to write"
+            " parquet"
         ) from e
 
 
 @exit_on_user_error
 def main() -> None:
-    """Runs the command line."""
+    """Writes GSM8K's splits, from downloaded files or those of --from."""
     parser = Parser("jppo.data.gsm8k", __doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     parser.add_argument("--from", dest="source", type=pathlib.Path, help="directory with train.jsonl and test.jsonl")

@@ -24,25 +24,25 @@ _Messages = list[dict[str, str]]
 
 
 def _messages_of(transcript: str, row: Row) -> _Messages:
-    """Parses the turns of a transcript."""
-    before, *turns = _TURN.split(transcript)
-    if before.strip() or not turns:
+    """Parses a transcript to chat messages; UserError if it does not begin with a turn."""
+    preamble, *turns = _TURN.split(transcript)
+    if preamble.strip() or not turns:
         raise UserError(f"{row.place}: a transcript must begin with '\\n\\nHuman:'; it begins with {transcript[:40]!r}")
-    return [{"role": _ROLES[who], "content": text.strip()} for who, text in zip(turns[::2], turns[1::2], strict=True)]
+    return [{"role": _ROLES[role], "content": text.strip()} for role, text in zip(turns[::2], turns[1::2], strict=True)]
 
 
 def _pair(row: Row) -> dict[str, Any] | None:
-    """Returns the prompt with both responses; None for no pair."""
+    """Returns prompt, chosen and rejected response of a row; None if it is no pair of answers to one prompt."""
     prompt = row.columns.get("prompt") or ""
     chosen, rejected = (_messages_of(prompt + text_column(row, half), row) for half in ("chosen", "rejected"))
-    alternate = [turn["role"] for turn in chosen] == ["user", "assistant"] * (len(chosen) // 2)
-    if not alternate or chosen[:-1] != rejected[:-1] or not all(t["content"] for t in (*chosen, rejected[-1])):
+    alternates = [turn["role"] for turn in chosen] == ["user", "assistant"] * (len(chosen) // 2)
+    if not alternates or chosen[:-1] != rejected[:-1] or not all(t["content"] for t in (*chosen, rejected[-1])):
         return None
     return {"prompt": chosen[:-1], "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
 
 
-def _make(source: pathlib.Path) -> prepare.Made:
-    """Makes pairs and prompts of both splits."""
+def _make(source: pathlib.Path) -> prepare.RowSets:
+    """Makes the pairs and the prompts of both splits, by output file."""
     sets: dict[str, list[dict[str, Any]]] = {}
     for split in ("train", "test"):
         rows = prepare.rows_of(source, split)
@@ -54,7 +54,7 @@ def _make(source: pathlib.Path) -> prepare.Made:
         print(f"{split}: {len(rows) - len(pairs)} of {len(rows)} rows are no pair and left out")
         name = "Dahoas/full-hh-rlhf" if "prompt" in rows[0].columns else "Anthropic/hh-rlhf"
         sets[f"pairs/{split}"] = pairs
-        sets[f"prompts/{split}"] = prepare.different(
+        sets[f"prompts/{split}"] = prepare.deduplicate(
             prepare.verl_row(
                 pair["prompt"], pair["chosen"], source=name, ability="alignment", style="model", split=split, index=i
             )
@@ -65,7 +65,7 @@ def _make(source: pathlib.Path) -> prepare.Made:
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+    """Writes HH-RLHF's pairs and prompts as parquet files."""
     prepare.command("jppo.data.hh_rlhf", __doc__, _make, argv)
 
 

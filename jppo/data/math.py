@@ -20,25 +20,25 @@ _SUFFIX = r"Let's think step by step and output the final answer within \boxed{}
 
 
 def _example(row: Row, split: str, index: int) -> dict[str, Any]:
-    """Makes a row in verl's layout."""
+    """Makes a row in verl's layout from a problem and its solution."""
     problem, solution = text_column(row, "problem"), text_column(row, "solution")
     truth = last_box(solution)
     if not truth:
         raise UserError(f"{row.place}: solution must hold \\boxed{{ANSWER}}; it ends with {solution[-40:]!r}")
-    known = {name: str(row.columns[name]) for name in ("level", "type") if row.columns.get(name) is not None}
-    extra: dict[str, Any] = dict(split=split, index=index, solution=solution, **known)
+    labels = {name: str(row.columns[name]) for name in ("level", "type") if row.columns.get(name) is not None}
+    extra: dict[str, Any] = dict(split=split, index=index, solution=solution, **labels)
     return prepare.verl_row(f"{problem} {_SUFFIX}", truth, source=_SOURCE, **extra)
 
 
-def _make(source: pathlib.Path) -> prepare.Made:
-    """Makes the rows of both splits."""
+def _make(source: pathlib.Path) -> prepare.RowSets:
+    """Makes the rows of both splits, by output file."""
     splits = ("train", "test")
     return {s: [_example(row, s, i) for i, row in enumerate(prepare.rows_of(source, s))] for s in splits}
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+    """Writes MATH's questions as train.parquet and test.parquet."""
     prepare.command("jppo.data.math", __doc__, _make, argv)
 
 

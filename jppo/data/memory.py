@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jppo.errors import UserError
-from jppo.registry import at_line, did_you_mean, resolve, said
+from jppo.registry import at_line, did_you_mean, explain, resolve
 from jppo.types import Prompt, Reward, StepData
 
 Order = Callable[[int], np.ndarray]  # epoch -> indices of all prompts, [n] i64
@@ -23,26 +23,26 @@ _KEYS = (str, int, float, bool, type(None))
 
 
 def to_text(memory: Any) -> str:
-    """Writes a pytree of numpy arrays, dicts, lists, numbers and texts as JSON, to the bit; raises TypeError."""
-    return json.dumps(_encoded(memory))
+    """Writes a memory, a pytree of arrays, dicts, lists, numbers and texts, as JSON to the bit; TypeError for other."""
+    return json.dumps(_encode(memory))
 
 
 def from_text(text: str) -> Any:
     """Reads the memory anew; its arrays may be changed."""
-    return json.loads(text, object_hook=_decoded)
+    return json.loads(text, object_hook=_decode)
 
 
-def _encoded(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     """Returns the JSON form of nested values; arrays and dicts with other keys than texts are marked objects."""
     if isinstance(value, dict):
         if all(isinstance(key, str) and key not in (_ARRAY, _PAIRS) for key in value):
-            return {key: _encoded(x) for key, x in value.items()}
+            return {key: _encode(item) for key, item in value.items()}
         keys = [key.item() if isinstance(key, np.generic) else key for key in value]
-        if odd := [type(key).__name__ for key in keys if not isinstance(key, _KEYS)]:
-            raise TypeError(f"a key of a dict is of type {odd[0]}; it must be a text or a number")
-        return {_PAIRS: [[key, _encoded(x)] for key, x in zip(keys, value.values(), strict=True)]}
+        if wrong_types := [type(key).__name__ for key in keys if not isinstance(key, _KEYS)]:
+            raise TypeError(f"a key of a dict is of type {wrong_types[0]}; it must be a text or a number")
+        return {_PAIRS: [[key, _encode(item)] for key, item in zip(keys, value.values(), strict=True)]}
     if isinstance(value, list | tuple):
-        return [_encoded(x) for x in value]
+        return [_encode(item) for item in value]
     if not hasattr(value, "__array__"):
         return value
     array = np.asarray(value)
@@ -60,7 +60,8 @@ def _is_dtype(name: str, dtype: np.dtype[Any]) -> bool:
         return False
 
 
-def _decoded(value: dict[str, Any]) -> Any:
+def _decode(value: dict[str, Any]) -> Any:
+    """Restores an array or a dict from its marked object; the inverse of `_encode`."""
     if _PAIRS in value:
         return dict(map(tuple, value[_PAIRS]))
     if _ARRAY not in value:
@@ -76,46 +77,47 @@ class Memory:
     draws = True  # it chooses the prompts of a step
     order: Order | None = None  # where it does not: a user-defined one
 
-    def __init__(self, said_as: str, prompts: Sequence[Prompt]):
-        """`said_as` begins the errors."""
-        self._said, self._prompts = said_as, prompts
+    def __init__(self, label: str, prompts: Sequence[Prompt]):
+        """`label` begins the errors."""
+        self._label, self._prompts = label, prompts
 
-    def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
-        """Returns the places of the next `size` prompts, [N] i64, and the memory after them.
+    def batch(self, text: str, size: int, seeds: Sequence[int]) -> tuple[np.ndarray, str]:
+        """Returns the indices of the next `size` prompts, [N] i64, by the memory in `text`, and the memory after them.
 
-        `place`, numbers that no other batch of the run has, determines what is random.
+        `seeds`, numbers that no other batch of the run has, determine what is random.
         """
         raise NotImplementedError
 
-    def _first(self) -> str:
+    def _make_first(self) -> str:
         """Makes the first memory."""
         raise NotImplementedError
 
     @functools.cached_property
     def first(self) -> str:
         """The first memory, as text."""
-        return self._first()
+        return self._make_first()
 
     def read(self, text: str) -> Any:
         """Returns a copy of a memory."""
         return from_text(text or self.first)
 
-    def _chosen(self, name: str, indices: Any, size: int, rule: str, returned: Any) -> np.ndarray:
-        """Checks the places of a batch."""
-        chosen: np.ndarray = self._call(name, np.asarray, indices)
-        if chosen.dtype.kind not in "iu" or chosen.shape != (size,) or len(set(chosen.tolist())) < size:
-            raise UserError(f"{self._said}: {name} must return {rule}, not {str(returned)[:99]}")
-        if chosen.min() < 0 or chosen.max() >= len(self._prompts):
-            raise UserError(f"{self._said}: {name} returns indices outside 0 to {len(self._prompts) - 1}; correct it")
-        return chosen.astype(np.int64)
+    def _check_indices(self, name: str, indices: Any, size: int, rule: str, returned: Any) -> np.ndarray:
+        """Returns the indices of a batch, [N] i64; UserError unless they are `size` different prompts."""
+        row_indices: np.ndarray = self._call(name, np.asarray, indices)
+        if row_indices.dtype.kind not in "iu" or row_indices.shape != (size,) or len(set(row_indices.tolist())) < size:
+            raise UserError(f"{self._label}: {name} must return {rule}, not {str(returned)[:99]}")
+        if row_indices.min() < 0 or row_indices.max() >= len(self._prompts):
+            raise UserError(f"{self._label}: {name} returns indices outside 0 to {len(self._prompts) - 1}; correct it")
+        return row_indices.astype(np.int64)
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a user-defined function; any exception becomes a UserError that names it."""
         try:
             return function(*arguments)
         except Exception as e:  # a user's function may raise anything
-            raise UserError(f"{self._said}: {name} raises {said(e)}; correct it{at_line(e)}") from e
+            raise UserError(f"{self._label}: {name} raises {explain(e)}; correct it{at_line(e)}") from e
 
-    def _text(self, name: str, memory: Any) -> str:
+    def _to_text(self, name: str, memory: Any) -> str:
         return str(self._call(name, to_text, memory))
 
 
@@ -125,30 +127,30 @@ class Curriculum(Memory):
     def __init__(self, spec: str, prompts: Sequence[Prompt], *, seed: int, batch_size: int):
         """Makes the user's object and draws a first batch, to fail before anything starts."""
         super().__init__(f"data.sampler={spec!r}", prompts)
-        self._place = {prompt.uid: i for i, prompt in enumerate(prompts)}
-        self._made = self._call("__init__", resolve(spec, "data.sampler"), prompts, seed)
+        self._index_of = {prompt.uid: i for i, prompt in enumerate(prompts)}
+        self._sampler = self._call("__init__", resolve(spec, "data.sampler"), prompts, seed)
         for name in ("begin", "batch", "update"):
-            if not callable(getattr(self._made, name, None)):
-                raise UserError(f"{self._said} has no method {name}; a class has begin, batch and update")
-        self.batch("", batch_size, place=())
+            if not callable(getattr(self._sampler, name, None)):
+                raise UserError(f"{self._label} has no method {name}; a class has begin, batch and update")
+        self.batch("", batch_size, seeds=())
 
-    def _first(self) -> str:
-        return self._text("begin", self._call("begin", self._made.begin))
+    def _make_first(self) -> str:
+        return self._to_text("begin", self._call("begin", self._sampler.begin))
 
-    def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
-        """Returns the places of the next `size` prompts, [N] i64, and the state after them."""
-        returned = self._call("batch", self._made.batch, self.read(text), size)
+    def batch(self, text: str, size: int, seeds: Sequence[int]) -> tuple[np.ndarray, str]:
+        """Calls the user's `batch`; returns the indices of the next `size` prompts, [N] i64, and the next state."""
+        returned = self._call("batch", self._sampler.batch, self.read(text), size)
         indices, after = returned if isinstance(returned, tuple) and len(returned) == 2 else ((), None)
-        chosen = self._chosen("batch", indices, size, f"({size} different indices, state)", returned)
-        return chosen, self._text("batch", after)
+        checked = self._check_indices("batch", indices, size, f"({size} different indices, state)", returned)
+        return checked, self._to_text("batch", after)
 
     def update(self, text: str, prompts: Sequence[Prompt], rewards: Sequence[Reward]) -> str:
-        """Returns the state after a batch of prompts; `rewards` has n consecutive ones per prompt."""
+        """Returns the state after a batch, by the user's `update`; `rewards` has n consecutive ones per prompt."""
         n = len(rewards) // len(prompts)
         groups = [rewards[i : i + n] for i in range(0, len(rewards), n)]
         scores = [[r.score for r in group if r.unusable is None] for group in groups]
-        places = [self._place[prompt.uid] for prompt in prompts]
-        return self._text("update", self._call("update", self._made.update, self.read(text), places, scores))
+        indices = [self._index_of[prompt.uid] for prompt in prompts]
+        return self._to_text("update", self._call("update", self._sampler.update, self.read(text), indices, scores))
 
 
 class AlgorithmMemory(Memory):
@@ -156,7 +158,7 @@ class AlgorithmMemory(Memory):
 
     def __init__(
         self,
-        said_as: str,
+        label: str,
         prompts: Sequence[Prompt],
         *,
         init: Callable[[Sequence[Prompt]], Any] | None,
@@ -165,8 +167,8 @@ class AlgorithmMemory(Memory):
         update: Callable[[Any, StepData], Any] | None,
         order: Order | None = None,
     ):
-        """`choose` is the function `prompts`; without it, the prompts come in the data's own order, or in `order`."""
-        super().__init__(said_as, prompts)
+        """`choose` is the algorithm's function `prompts`; without it they come in the data's order, or in `order`."""
+        super().__init__(label, prompts)
         self._init, self._choose, self._columns, self._update = init, choose, columns, update
         self.draws, self.order = choose is not None, order
 
@@ -174,44 +176,45 @@ class AlgorithmMemory(Memory):
         """Calls the functions for a first batch, to fail before anything starts; `names` are the columns read."""
         assert self.first
         if self.draws:
-            self.batch("", size, place=(0, 0, 0))
+            self.batch("", size, seeds=(0, 0, 0))
         if names:
             self.columns("", np.arange(min(size, len(self._prompts))), names)
 
-    def _first(self) -> str:
-        return self._text("init", None if self._init is None else self._call("init", self._init, self._prompts))
+    def _make_first(self) -> str:
+        return self._to_text("init", None if self._init is None else self._call("init", self._init, self._prompts))
 
-    def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
-        """Returns the places of the next `size` prompts, [N] i64, and the memory, which this does not change."""
+    def batch(self, text: str, size: int, seeds: Sequence[int]) -> tuple[np.ndarray, str]:
+        """Calls the user's `prompts`; returns the next `size` indices, [N] i64, and the unchanged memory."""
         assert self._choose is not None
-        returned = self._call("prompts", self._choose, self.read(text), np.random.default_rng(list(place)), size)
-        return self._chosen("prompts", returned, size, f"{size} different places of prompts", returned), text
+        returned = self._call("prompts", self._choose, self.read(text), np.random.default_rng(list(seeds)), size)
+        return self._check_indices("prompts", returned, size, f"{size} different places of prompts", returned), text
 
-    def columns(self, text: str, places: np.ndarray, names: Sequence[str]) -> np.ndarray:
-        """Returns the columns of these names for the prompts at `places` [N], as [N, C] f32."""
+    def columns(self, text: str, indices: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """Calls the user's `columns` for the prompts at `indices` [N]; returns those of these names, [N, C] f32."""
         assert self._columns is not None
-        unique, inverse = np.unique(places, return_inverse=True)
+        unique, inverse = np.unique(indices, return_inverse=True)
         returned = self._call("columns", self._columns, self.read(text), unique.copy())
         if not isinstance(returned, Mapping):
-            kind = type(returned).__name__
-            raise UserError(f"{self._said}: columns returns {kind}; it must return arrays by name, as a dict")
+            type_name = type(returned).__name__
+            raise UserError(f"{self._label}: columns returns {type_name}; it must return arrays by name, as a dict")
         return np.stack([self._column(returned, name, len(unique))[inverse] for name in names], axis=1)
 
     def _column(self, returned: Mapping[str, Any], name: str, count: int) -> np.ndarray:
+        """Returns one of the columns that the user's function has returned, [count] f32; UserError if it is missing."""
         if name not in returned:
             known = ", ".join(map(repr, returned)) or "none"
-            near = did_you_mean(name, list(map(str, returned)))
-            raise UserError(f"{self._said}: columns returns no {name!r}, which is read; it returns {known}{near}")
+            hint = did_you_mean(name, list(map(str, returned)))
+            raise UserError(f"{self._label}: columns returns no {name!r}, which is read; it returns {known}{hint}")
         array: np.ndarray = self._call("columns", np.asarray, returned[name])
         if array.shape != (count,) or array.dtype.kind not in "fiub":
             raise UserError(
-                f"{self._said}: columns returns {name!r} as {array.dtype} of shape {array.shape}; it must have a number"
-                f" for each of the {count} prompts, shape ({count},)"
+                f"{self._label}: columns returns {name!r} as {array.dtype} of shape {array.shape}; it must have a"
+                f" number for each of the {count} prompts, shape ({count},)"
             )
         return array.astype(np.float32)
 
     def update(self, text: str, step: StepData | None) -> str:
-        """Returns the memory after a step, whose data it gets if it reads them."""
+        """Returns the memory after a step, by the user's `update`; unchanged without one."""
         if self._update is None or step is None:
             return text or self.first
-        return self._text("update", self._call("update", self._update, self.read(text), step))
+        return self._to_text("update", self._call("update", self._update, self.read(text), step))

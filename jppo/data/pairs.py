@@ -20,8 +20,8 @@ from jppo.settings import Parser, exit_on_user_error, natural
 
 
 def _pairs_of_samples(samples: Sequence[Row], *, seed: int) -> list[list[dict[str, Any]]]:
-    """Returns the pairs of each prompt with any, in the order of the file."""
-    of_prompt: dict[str, list[Row]] = {}
+    """Makes the pairs of each prompt whose responses differ in score, in the order of the file."""
+    rows_by_prompt: dict[str, list[Row]] = {}
     for row in samples:
         missing = [name for name in ("uid", "prompt", "response", "score") if name not in row.columns]
         if missing:
@@ -32,17 +32,17 @@ def _pairs_of_samples(samples: Sequence[Row], *, seed: int) -> list[list[dict[st
         if score is not None and not is_finite(score):
             raise UserError(f"{row.place}: score is {brief(score)}; it must be a finite number")
         if score is not None and checked_text(row, "response", response, blank=True).strip():
-            of_prompt.setdefault(uid, []).append(row)
+            rows_by_prompt.setdefault(uid, []).append(row)
     rng = np.random.default_rng(seed)
-    pairs = [_of_one([group[i] for i in rng.permutation(len(group))]) for group in of_prompt.values()]
+    pairs = [_pair_by_score([group[i] for i in rng.permutation(len(group))]) for group in rows_by_prompt.values()]
     return [group for group in pairs if group]
 
 
-def _of_one(shuffled: Sequence[Row]) -> list[dict[str, Any]]:
+def _pair_by_score(shuffled: Sequence[Row]) -> list[dict[str, Any]]:
     """Pairs the best with the worst, the second best with the second worst, and so on while scores differ."""
-    order = sorted(shuffled, key=lambda row: -row.columns["score"])
-    halves = zip(order, reversed(order), strict=True)
-    different = [(a.columns, b.columns) for a, b in halves if a.columns["score"] > b.columns["score"]]
+    by_score = sorted(shuffled, key=lambda row: -row.columns["score"])
+    candidates = zip(by_score, reversed(by_score), strict=True)
+    pairs = [(a.columns, b.columns) for a, b in candidates if a.columns["score"] > b.columns["score"]]
     return [
         {
             "prompt": better["prompt"],
@@ -50,13 +50,13 @@ def _of_one(shuffled: Sequence[Row]) -> list[dict[str, Any]]:
             "rejected": worse["response"],
             "margin": better["score"] - worse["score"],
         }
-        for better, worse in different
+        for better, worse in pairs
     ]
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+    """Pairs scored samples and writes train.jsonl and test.jsonl."""
     parser = Parser("jppo.data.pairs", __doc__)
     parser.add_argument("--samples", type=pathlib.Path, required=True, help="a samples file with scores")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
@@ -75,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     order = np.random.default_rng(args.seed).permutation(len(pairs))
     splits = {"train": order[held_out:], "test": order[:held_out]}
     make_directory(args.out)
-    for name, which in splits.items():
-        rows = [pair for i in which for pair in pairs[i]]
+    for name, indices in splits.items():
+        rows = [pair for i in indices for pair in pairs[i]]
         write_jsonl(args.out / f"{name}.jsonl", rows)
-        print(escaped(f"{args.out / f'{name}.jsonl'}: {len(rows)} pairs of {len(which)} prompts"))
+        print(escaped(f"{args.out / f'{name}.jsonl'}: {len(rows)} pairs of {len(indices)} prompts"))
 
 
 if __name__ == "__main__":

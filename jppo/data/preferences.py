@@ -13,7 +13,7 @@ import numpy as np
 
 from jppo.data.prompts import Messages, prompt_of, with_system_prompt
 from jppo.data.rows import Row, brief, checked_messages, is_finite, read_sources, text_column
-from jppo.data.tokenizer import enough
+from jppo.data.tokenizer import character_limit
 from jppo.errors import UserError, first_line
 
 Encode = Callable[[Messages, str], list[int]]  # prompt and response -> the tokens of both
@@ -51,20 +51,14 @@ def read_pairs(
     tokenizer: Any = None,
     setting: str = "data.train_files",
 ) -> PairSet:
-    """Reads, checks and tokenises comma-separated sources; `margin_column` is the column of margins ('': `margin`).
-
-    Rows hold `prompt` (text or chat messages) with `chosen` and `rejected`, as text or as messages that continue the
-    prompt; or only the two as whole chats that end with the assistant's turn. A `prompt` next to whole chats must be
-    their beginning. `encode` is the tokenisation: of a reward model as it scores, of a policy as it samples. `starts`
-    counts the tokens of a prompt, where the run needs to know them.
-    """
+    """Reads, checks and tokenises pairs of comma-separated sources; `starts`, if given, counts a prompt's tokens."""
     sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
     pairs, overlong, alike = [], 0, 0
-    most = None if tokenizer is None else enough(tokenizer, max_length)
+    max_characters = None if tokenizer is None else character_limit(tokenizer, max_length)
     for row in (row for source in sources for row in source.rows):
-        halves = _halves(row, system_prompt)
-        chosen, rejected = (_tokens(row, half, encode, most, max_length) for half in halves)
-        pair = Pair(chosen, rejected, _margin(row, margin_column) if margin_column else margin)
+        halves = _read_halves(row, system_prompt)
+        chosen, rejected = (_encode(row, half, encode, max_characters, max_length) for half in halves)
+        pair = Pair(chosen, rejected, _read_margin(row, margin_column) if margin_column else margin)
         if starts is not None and max(len(chosen), len(rejected)) <= max_length:
             pair = dataclasses.replace(pair, starts=(starts(halves[0][0]), starts(halves[1][0])))
         if max(len(chosen), len(rejected)) > max_length:
@@ -82,17 +76,18 @@ def read_pairs(
     return PairSet(pairs, overlong, alike)
 
 
-def _halves(row: Row, system_prompt: str) -> list[tuple[Messages, str]]:
-    """Returns prompt and response of the chosen and of the rejected half."""
+def _read_halves(row: Row, system_prompt: str) -> list[tuple[Messages, str]]:
+    """Returns (prompt, response) of the chosen and of the rejected half of a row."""
     for column in ("chosen", "rejected"):
         if row.columns.get(column) is None:
             raise UserError(f"{row.place} has no {column!r}; its columns are {', '.join(map(str, row.columns))}")
     prompt = None if row.columns.get("prompt") is None else prompt_of(row)
-    halves = [_half(row, column, prompt) for column in ("chosen", "rejected")]
-    return [(with_system_prompt(before, system_prompt, row), response) for before, response in halves]
+    halves = [_read_half(row, column, prompt) for column in ("chosen", "rejected")]
+    return [(with_system_prompt(context, system_prompt, row), response) for context, response in halves]
 
 
-def _half(row: Row, column: str, prompt: Messages | None) -> tuple[Messages, str]:
+def _read_half(row: Row, column: str, prompt: Messages | None) -> tuple[Messages, str]:
+    """Returns prompt and response of `chosen` or `rejected`, which may be a response, its turns or a whole chat."""
     value = row.columns[column]
     if not isinstance(value, list):
         response = text_column(row, column)
@@ -100,30 +95,31 @@ def _half(row: Row, column: str, prompt: Messages | None) -> tuple[Messages, str
     turns = checked_messages(row, column, value)
     if turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip():
         raise UserError(f"{row.place}: {column} must end with a non-empty turn of the assistant")
-    asked = [turn["content"] for turn in turns if turn["role"] == "user"]
-    if prompt is None or asked:
-        begins = prompt in (None, asked[0] if asked else None) or turns[: len(prompt or [])] == prompt
-        if not begins:
+    user_turns = [turn["content"] for turn in turns if turn["role"] == "user"]
+    if prompt is None or user_turns:
+        begins_alike = prompt in (None, user_turns[0] if user_turns else None) or turns[: len(prompt or [])] == prompt
+        if not begins_alike:
             raise UserError(
                 f"{row.place}: {column} is a whole chat that does not begin with prompt; remove the prompt from one"
             )
-        before: Messages = turns[:-1]
+        context: Messages = turns[:-1]
     elif isinstance(prompt, str):
         raise UserError(f"{row.place}: prompt is text and {column} chat messages; make both the one or the other")
     else:
-        before = [*prompt, *turns[:-1]]
-    if not before:
+        context = [*prompt, *turns[:-1]]
+    if not context:
         raise UserError(f"{row.place}: {column} answers nothing; put the turns before it there, or into 'prompt'")
-    return before, turns[-1]["content"]
+    return context, turns[-1]["content"]
 
 
-def _tokens(row: Row, half: tuple[Messages, str], encode: Encode, most: int | None, max_length: int) -> np.ndarray:
-    """Tokens of a half; of one that is longer than `max_length` perhaps only of its texts' first `most` characters."""
-    before, response = half
-    cut = before[:most] if isinstance(before, str) else [turn | {"content": turn["content"][:most]} for turn in before]
+def _encode(row: Row, half: tuple[Messages, str], encode: Encode, limit: int | None, max_length: int) -> np.ndarray:
+    """Tokenises a half, prompt and response; of one over `max_length` perhaps only the texts' first characters."""
+    prompt, response = half
+    cut_turns = () if isinstance(prompt, str) else (turn | {"content": turn["content"][:limit]} for turn in prompt)
+    shortened = prompt[:limit] if isinstance(prompt, str) else [*cut_turns]
     try:
-        ids = np.asarray(encode(cut, response[:most]), np.int32)
-        if len(ids) <= max_length and (cut, response[:most]) != half:
+        ids = np.asarray(encode(shortened, response[:limit]), np.int32)
+        if len(ids) <= max_length and (shortened, response[:limit]) != half:
             ids = np.asarray(encode(*half), np.int32)
         return ids
     except Exception as e:  # a chat template may raise anything
@@ -131,7 +127,8 @@ def _tokens(row: Row, half: tuple[Messages, str], encode: Encode, most: int | No
         raise UserError(f"{row.place}: the tokenizer or its chat template refuses a half of the pair: {reason}") from e
 
 
-def _margin(row: Row, column: str) -> float:
+def _read_margin(row: Row, column: str) -> float:
+    """Returns the row's required score difference; UserError if it is missing or no finite number."""
     if row.columns.get(column) is None:
         raise UserError(
             f"{row.place} has no {column!r}, which loss.margin_column names; its columns are "

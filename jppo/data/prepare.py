@@ -18,7 +18,7 @@ DAPO_PROMPT = (
     " $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
-Made = Mapping[str, list[dict[str, Any]]]  # rows by output file, without its suffix
+RowSets = Mapping[str, list[dict[str, Any]]]  # rows by output file, without its suffix
 _READ = (*SUFFIXES, ".jsonl.gz")
 
 
@@ -29,18 +29,19 @@ def rows_of(source: pathlib.Path, split: str = "") -> list[Row]:
     """
     if not source.exists():
         raise UserError(f"--from={source} does not exist; name the directory of the downloaded data set")
-    files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if _is_of(split, p, source))
+    files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if _in_split(split, p, source))
     if not files:
         patterns = f"{split}.parquet, {split}-*.parquet, {split}.jsonl or {split}/*.json" if split else ", ".join(_READ)
         raise UserError(f"--from={source} has none of {patterns}; name the directory of the downloaded data set")
     return [row for file in files for row in read_rows(file)]
 
 
-def _is_of(split: str, path: pathlib.Path, source: pathlib.Path) -> bool:
+def _in_split(split: str, path: pathlib.Path, source: pathlib.Path) -> bool:
+    """Whether a path below `source` is a data file of the split ('': any split) and not hidden."""
     folders = path.relative_to(source).parent.parts
-    hidden = path.name.startswith(".") or any(folder.startswith(".") for folder in folders)
-    named = not split or split in folders or re.match(rf"{split}(?![A-Za-z])", path.name) is not None
-    return named and not hidden and path.name.endswith(_READ) and path.is_file()
+    is_hidden = path.name.startswith(".") or any(folder.startswith(".") for folder in folders)
+    is_named = not split or split in folders or re.match(rf"{split}(?![A-Za-z])", path.name) is not None
+    return is_named and not is_hidden and path.name.endswith(_READ) and path.is_file()
 
 
 def verl_row(
@@ -63,7 +64,7 @@ def verl_row(
 
 
 def checked_verl_row(row: Row, split: str) -> dict[str, Any]:
-    """Checks a row that already has verl's layout."""
+    """Returns a row that already has verl's layout, after checking its prompt, source and truth."""
     from jppo.data.prompts import ground_truth  # importing takes seconds, and most commands need none of it
 
     messages = checked_messages(row, "prompt", row.columns.get("prompt"))
@@ -71,16 +72,16 @@ def checked_verl_row(row: Row, split: str) -> dict[str, Any]:
     return verl_row(messages, ground_truth(row), source=text_column(row, "data_source"), **extra)
 
 
-def different(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def deduplicate(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Removes duplicates: keeps the first row of each prompt and answer."""
-    first: dict[str, dict[str, Any]] = {}
+    first_rows: dict[str, dict[str, Any]] = {}
     for row in rows:
-        first.setdefault(repr((row["prompt"], row["reward_model"]["ground_truth"])), row)
-    return list(first.values())
+        first_rows.setdefault(repr((row["prompt"], row["reward_model"]["ground_truth"])), row)
+    return list(first_rows.values())
 
 
-def write_parquet(sets: Made, out: pathlib.Path) -> dict[str, int]:
-    """Writes each list of rows as parquet; returns the paths with their row counts."""
+def write_parquet(sets: RowSets, out: pathlib.Path) -> dict[str, int]:
+    """Writes each list of rows as OUT/NAME.parquet; returns the paths with their row counts."""
     counts = {}
     for name, rows in sets.items():
         path = out / f"{name}.parquet"
@@ -94,9 +95,9 @@ def write_parquet(sets: Made, out: pathlib.Path) -> dict[str, int]:
 
 
 def command(
-    name: str, about: str | None, make: Callable[[pathlib.Path], Made], argv: Sequence[str] | None = None
+    name: str, about: str | None, make: Callable[[pathlib.Path], RowSets], argv: Sequence[str] | None = None
 ) -> None:
-    """Runs the command line of a data set made from files on disk; nothing is written before all rows are read."""
+    """Runs a data set's command line: `make` reads its files, and the rows are written as parquet."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -29,7 +29,7 @@ Messages = str | list[dict[str, str]]
 SHOWN_FROM = 10_000  # rows, from which a progress bar is shown
 EVERY_S = 30.0  # between lines where no bar is shown
 _BLOCK = 2_000  # rows that are rendered and then tokenised at once, by the tokenizer's threads
-_READ = ("prompt", "data_source", "ground_truth", "reward_model")
+_OWN_COLUMNS = ("prompt", "data_source", "ground_truth", "reward_model")
 NEEDED = ("ground_truth", "data_source")  # columns, unless the reward does without
 SOLUTIONS = ("answer", "solution", "rationale", "response")  # columns with worked solutions; verl's data has the first
 UNKNOWN = "unknown"  # the source of rows without data_source, as in verl
@@ -47,12 +47,12 @@ class PromptSet:
     order_of: Order | Memory | None = None  # user-defined
 
     @functools.cached_property
-    def _place(self) -> dict[str, int]:
+    def _index_of(self) -> dict[str, int]:
         return {prompt.uid: i for i, prompt in enumerate(self.prompts)}
 
     def places(self, prompts: Sequence[Prompt]) -> np.ndarray:
         """Returns the places of these prompts in the set, [N] i64."""
-        return np.array([self._place[prompt.uid] for prompt in prompts], np.int64)
+        return np.array([self._index_of[prompt.uid] for prompt in prompts], np.int64)
 
 
 def read_prompts(
@@ -86,26 +86,26 @@ def read_prompts(
             "out; set the one to error or the other to False"
         )
     sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer, columns=columns)
-    numbered = [(source, row) for source in sources for row in source.rows]
-    numbered = numbered if max_samples == -1 else numbered[:max_samples]
-    rows = [row for _, row in numbered]
+    source_rows = [(source, row) for source in sources for row in source.rows]
+    source_rows = source_rows if max_samples == -1 else source_rows[:max_samples]
+    rows = [row for _, row in source_rows]
     messages = [with_system_prompt(prompt_of(row), system_prompt, row) for row in rows]
     for source in sources:
         check_one_schema(source.rows)
-    most = max_prompt_length if truncation == "error" else None
-    ids = tokenise(messages, rows, tokenizer, tools, template_arguments, max_length=most)
-    prompts, members, truncated = [], {source.name: [] for source in sources}, 0  # type: ignore[var-annotated]
+    length_limit = max_prompt_length if truncation == "error" else None
+    ids = tokenise(messages, rows, tokenizer, tools, template_arguments, max_length=length_limit)
+    prompts, indices_of, truncated = [], {source.name: [] for source in sources}, 0  # type: ignore[var-annotated]
     refused: list[str] = []
-    for (source, row), message, tokens in zip(numbered, messages, ids, strict=True):
+    for (source, row), message, tokens in zip(source_rows, messages, ids, strict=True):
         if len(tokens) > max_prompt_length:
             if filter_overlong:
                 continue
             tokens, truncated = truncate(tokens, max_prompt_length, truncation, row), truncated + 1
         prompt = make_prompt(row, message, tokens, source.name, needed)
-        if why := refuse(prompt.data_source, prompt.ground_truth):
-            refused.append(f"{row.place}: {why}")
+        if reason := refuse(prompt.data_source, prompt.ground_truth):
+            refused.append(f"{row.place}: {reason}")
             continue
-        members[source.name].append(len(prompts))
+        indices_of[source.name].append(len(prompts))
         prompts.append(prompt)
     if refused and not prompts:
         raise UserError(
@@ -117,7 +117,7 @@ def read_prompts(
             f"{setting}={files}: all {len(rows)} prompts are longer than data.max_prompt_length={max_prompt_length} "
             f"tokens (the shortest has {min(map(len, ids))}); raise it"
         )
-    parts = tuple(MixPart(name, np.array(indices, np.int64)) for name, indices in members.items())
+    parts = tuple(MixPart(name, np.array(indices, np.int64)) for name, indices in indices_of.items())
     overlong = len(rows) - len(prompts) - len(refused)
     return PromptSet(prompts, overlong=overlong, truncated=truncated, refused=tuple(refused), parts=parts)
 
@@ -133,21 +133,21 @@ def prompt_of(row: Row) -> Messages:
 def check_one_schema(rows: list[Row]) -> None:
     """UserError if the rows of a source do not all have the schema of its first."""
 
-    def schema(row: Row) -> dict[str, str]:
-        verls = row.columns.get("ground_truth") is None and row.columns.get("reward_model") is not None
+    def forms(row: Row) -> dict[str, str]:  # of prompt and answer
+        is_verl = row.columns.get("ground_truth") is None and row.columns.get("reward_model") is not None
         return {
             "prompt": "text" if isinstance(row.columns.get("prompt"), str) else "chat messages",
-            "answer": "reward_model.ground_truth" if verls else "ground_truth",
+            "answer": "reward_model.ground_truth" if is_verl else "ground_truth",
         }
 
-    first = schema(rows[0])
+    first_forms = forms(rows[0])
     for row in rows:
-        for field, form in schema(row).items():
-            lacks = row.columns.get("prompt" if field == "prompt" else form.partition(".")[0]) is None
-            if form != first[field] and not lacks:  # errors about the row itself come later
+        for field, form in forms(row).items():
+            is_missing = row.columns.get("prompt" if field == "prompt" else form.partition(".")[0]) is None
+            if form != first_forms[field] and not is_missing:  # errors about the row itself come later
                 raise UserError(
                     f"{row.place}: the {field} is in the form of {form}, but {rows[0].unit} {rows[0].number} in"
-                    f" the form of {first[field]}; a source has one form: make two files of it"
+                    f" the form of {first_forms[field]}; a source has one form: make two files of it"
                 )
 
 
@@ -188,22 +188,22 @@ def tokenise(
     *,
     max_length: int | None = None,
 ) -> list[list[int]]:
-    """Token ids of prompts, as by `encode_all`; `rows` are their places for errors."""
+    """Renders and tokenises prompts with a progress bar; `rows` are their places for errors."""
     render = make_renderer(tokenizer, tools, template_arguments)
     ids: list[list[int]] = []
     terminal = console.Console(stderr=True)
-    shown = len(messages) > SHOWN_FROM and sys.stderr.isatty()
+    show_bar = len(messages) > SHOWN_FROM and sys.stderr.isatty()
     columns = (
         "tokenising prompts",
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
     )
-    with progress.Progress(*columns, console=terminal, disable=not shown, transient=True) as bar:
+    with progress.Progress(*columns, console=terminal, disable=not show_bar, transient=True) as bar:
         task, reported = bar.add_task("", total=len(messages)), time.monotonic()
         for start in range(0, len(messages), _BLOCK):
             block = slice(start, start + _BLOCK)
-            ids += _tokenise(messages[block], rows[block], tokenizer, render, max_length)
+            ids += _tokenise_block(messages[block], rows[block], tokenizer, render, max_length)
             bar.update(task, completed=len(ids))
             if not terminal.is_terminal and time.monotonic() - reported >= EVERY_S:
                 print(f"tokenising prompts, {len(ids):,} of {len(messages):,}", file=sys.stderr, flush=True)
@@ -211,24 +211,25 @@ def tokenise(
     return ids
 
 
-def _tokenise(
+def _tokenise_block(
     messages: list[Messages], rows: list[Row], tokenizer: Any, render: Any, max_length: int | None
 ) -> list[list[int]]:
-    chat = [not isinstance(message, str) for message in messages]
-    chats = [(m, row) for m, c, row in zip(messages, chat, rows, strict=True) if c]
+    """Returns the token ids of each prompt of a block; chats are rendered first."""
+    is_chat_of = [not isinstance(message, str) for message in messages]
+    chats = [(m, row) for m, c, row in zip(messages, is_chat_of, rows, strict=True) if c]
     rendered = iter(render.all([m for m, _ in chats], [row for _, row in chats]))
-    texts: list[Any] = [next(rendered) if c else m for m, c in zip(messages, chat, strict=True)]
+    texts: list[Any] = [next(rendered) if c else m for m, c in zip(messages, is_chat_of, strict=True)]
     for row, text in zip(rows, texts, strict=True) if max_length is None else ():
         announce_long(row.place, str(text))
     ids: list[list[int]] = [[] for _ in texts]
     for is_chat in (False, True):
-        indices = [i for i, c in enumerate(chat) if c == is_chat]
+        indices = [i for i, c in enumerate(is_chat_of) if c == is_chat]
         if indices:
             batch = [texts[i] for i in indices]
             encoded = encode_all(tokenizer, batch, max_length=max_length, add_special_tokens=not is_chat)
             for i, tokens in zip(indices, encoded, strict=True):
                 ids[i] = tokens
-    for row, tokens, is_chat in zip(rows, ids, chat, strict=True):
+    for row, tokens, is_chat in zip(rows, ids, is_chat_of, strict=True):
         if not tokens:
             raise UserError(f"{row.place}: the tokenizer returns no tokens for the prompt; use another tokenizer")
         if not is_chat and ends_with_eos(tokenizer, tokens):
@@ -244,18 +245,18 @@ def ground_truth(row: Row, *, needed: bool = True) -> str:
     nested = row.columns.get("reward_model")
     if nested is not None and not isinstance(nested, dict):
         raise UserError(f"{row.place}: reward_model is of type {type(nested).__name__}; it must be an object")
-    inner = None if nested is None else nested.get("ground_truth")
+    nested_truth = None if nested is None else nested.get("ground_truth")
     outer = row.columns.get("ground_truth")
-    if outer is None and inner is None:
+    if outer is None and nested_truth is None:
         if not needed:
             return ""
         raise UserError(
             f"{row.place} has no answer: neither 'ground_truth' nor 'reward_model.ground_truth' among its columns "
             f"{', '.join(map(str, row.columns))}; add one, or score by reward.function=FILE.py, which needs none"
         )
-    if outer is not None and inner is not None and outer != inner:
-        raise UserError(f"{row.place}: ground_truth={outer!r} and reward_model.ground_truth={inner!r}; keep one")
-    value = inner if outer is None else outer
+    if outer is not None and nested_truth is not None and outer != nested_truth:
+        raise UserError(f"{row.place}: ground_truth={outer!r} and reward_model.ground_truth={nested_truth!r}; keep one")
+    value = nested_truth if outer is None else outer
     if (isinstance(value, dict | list) and value) or isinstance(value, bool) or is_finite(value):
         value = json.dumps(value, ensure_ascii=False)
     return checked_text(row, "ground_truth", value, blank=not needed)
@@ -274,13 +275,13 @@ def data_source(row: Row, *, needed: bool = False) -> str:
 
 
 def make_prompt(row: Row, messages: Messages, ids: list[int], name: str, needed: Collection[str] = NEEDED) -> Prompt:
-    """Returns the prompt of a row of the source `name`; `needed` columns must be there."""
-    extra = {column: value for column, value in row.columns.items() if column not in _READ}
+    """Makes the prompt of a row of the source `name`; UserError if one of the `needed` columns is missing."""
+    extra = {column: value for column, value in row.columns.items() if column not in _OWN_COLUMNS}
     if extra.get("extra_info") is None:
         extra.pop("extra_info", None)
     elif not isinstance(extra["extra_info"], dict):
-        kind = type(extra["extra_info"]).__name__
-        raise UserError(f"{row.place}: extra_info is of type {kind}; it must be an object")
+        type_name = type(extra["extra_info"]).__name__
+        raise UserError(f"{row.place}: extra_info is of type {type_name}; it must be an object")
     return Prompt(
         uid=f"{name}:{row.number}",
         data_source=data_source(row, needed="data_source" in needed),
@@ -292,7 +293,7 @@ def make_prompt(row: Row, messages: Messages, ids: list[int], name: str, needed:
 
 
 def mixture(prompts: PromptSet, mix: str, *, batch_size: int) -> PromptSet:
-    """Returns the same prompts with the weights of data.mix ('': none)."""
+    """Returns the prompts with their sources weighted by data.mix ('': unchanged)."""
     weights = parse_mix(mix)
     if not weights:
         return prompts

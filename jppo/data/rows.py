@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jppo.errors import UserError, escaped, expanded, first_line
-from jppo.registry import resolve, said
+from jppo.registry import explain, resolve
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 TFDS = "tfds:"
@@ -49,19 +49,18 @@ class Row:
 
     @property
     def place(self) -> str:
-        """Returns the row's place for error messages."""
         return f"{self.source}, {self.unit} {self.number}"
 
 
 def text_column(row: Row, column: str) -> str:
-    """Returns the text in `column`; a missing, empty or non-text value is an error that names file and row."""
+    """Returns the text in `column`; UserError with the row's place for a missing, empty or non-text value."""
     if column not in row.columns or row.columns[column] is None:
         raise UserError(f"{row.place} has no {column!r}; its columns are {', '.join(map(str, row.columns))}")
     return checked_text(row, column, row.columns[column])
 
 
 def checked_text(row: Row, column: str, value: Any, *, blank: bool = False) -> str:
-    """Returns `value` if it is text; only with `blank` may it be empty."""
+    """Returns `value` if it is text that is not blank, or may be; else UserError with the row's place."""
     if not isinstance(value, str):
         raise UserError(f"{row.place}: {column} is {brief(value)}, of type {type(value).__name__}; it must be text")
     if not blank and not value.strip():
@@ -100,12 +99,13 @@ def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, str]]:
 
 
 def brief(value: Any) -> str:
-    """Formats a value for errors in one short line."""
+    """Shortens a value to one line of 60 characters, for errors."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _check_characters(row: Row, column: str, value: str) -> None:
+    """UserError if a text cannot be encoded as UTF-8."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as e:  # JSON can spell half of a surrogate pair, which tokenizers refuse
@@ -118,15 +118,16 @@ def _check_characters(row: Row, column: str, value: str) -> None:
 def read_rows(path: pathlib.Path) -> list[Row]:
     """Reads all rows of a JSON lines, JSON array or parquet file."""
     try:
-        rows = _parquet(path) if path.suffix == ".parquet" else _json(path)
+        rows = _read_parquet(path) if path.suffix == ".parquet" else _read_json(path)
     except (EOFError, zlib.error) as e:
         raise UserError(f"{path} is not a whole gzip file ({e}); get the file again") from e
     except OSError as e:
         raise UserError(f"{path} cannot be read ({e.strerror or first_line(e)}); check the file") from e
-    return _not_empty(rows, path)
+    return _require_rows(rows, path)
 
 
-def _not_empty(rows: list[Row], place: object) -> list[Row]:
+def _require_rows(rows: list[Row], place: object) -> list[Row]:
+    """Returns the rows; UserError if there is none."""
     if not rows:
         raise UserError(f"{place} has no rows; at least one is needed")
     return rows
@@ -153,27 +154,29 @@ def write_sets(out: pathlib.Path, sets: Mapping[str, Sequence[Mapping[str, Any]]
         print(escaped(f"{out / f'{name}.jsonl'}: {len(rows)} rows"))
 
 
-def _json(path: pathlib.Path) -> list[Row]:
+def _read_json(path: pathlib.Path) -> list[Row]:
+    """Reads a JSON array of objects, one object, or JSON lines, also compressed."""
     unit = "row" if path.suffix == ".json" else "line"
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     data = data.removeprefix(b"\xef\xbb\xbf")
-    numbered: Iterator[tuple[int, Any]]
+    values: Iterator[tuple[int, Any]]
     if path.suffix == ".json" and data.lstrip().startswith(b"["):
-        numbered = iter(enumerate(_parse(data, str(path)), start=1))
+        values = iter(enumerate(_parse_json(data, str(path)), start=1))
     elif path.suffix == ".json" and re.match(rb"\s*\{\s*\n", data):  # one object over several lines
-        numbered = iter([(1, _parse(data, str(path)))])
+        values = iter([(1, _parse_json(data, str(path)))])
     else:
         lines = enumerate(data.split(b"\n"), start=1)
-        numbered = ((n, _parse(line, f"{path}, {unit} {n}")) for n, line in lines if line.strip())
+        values = ((n, _parse_json(line, f"{path}, {unit} {n}")) for n, line in lines if line.strip())
     rows = []
-    for number, value in numbered:
+    for number, value in values:
         if not isinstance(value, dict):
             raise UserError(f"{path}, {unit} {number} is {brief(value)}; each row must be a JSON object")
         rows.append(Row(str(path), number, value, unit))
     return rows
 
 
-def _parse(data: bytes, place: str) -> Any:
+def _parse_json(data: bytes, place: str) -> Any:
+    """Parses one JSON text; `place` is the file and line for errors."""
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as e:
@@ -182,7 +185,8 @@ def _parse(data: bytes, place: str) -> Any:
         raise UserError(f"{place} is not JSON: {first_line(e)}") from e
 
 
-def _parquet(path: pathlib.Path) -> list[Row]:
+def _read_parquet(path: pathlib.Path) -> list[Row]:
+    """Reads a parquet file by row groups; UserError for a damaged file names the rows."""
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as e:
@@ -194,13 +198,14 @@ def _parquet(path: pathlib.Path) -> list[Row]:
             try:
                 table = file.read_row_group(group)
             except (pa.ArrowException, OSError) as e:
-                where = f"{path}, rows {first} to {first + count - 1}"
-                raise UserError(f"{where} cannot be read: {first_line(e)}; get the file again") from e
-            rows += [Row(str(path), first + i, columns) for i, columns in enumerate(_to_python(table, path, first))]
+                place = f"{path}, rows {first} to {first + count - 1}"
+                raise UserError(f"{place} cannot be read: {first_line(e)}; get the file again") from e
+            rows += [Row(str(path), first + i, columns) for i, columns in enumerate(_table_rows(table, path, first))]
     return rows
 
 
-def _to_python(table: pa.Table, path: pathlib.Path, first: int) -> list[dict[str, Any]]:
+def _table_rows(table: pa.Table, path: pathlib.Path, first_row: int) -> list[dict[str, Any]]:
+    """Returns the columns of each row; rows are numbered from `first_row` in errors."""
     with contextlib.suppress(UnicodeDecodeError):  # one of the rows has the fault: the loop below names it
         rows: list[dict[str, Any]] = table.to_pylist()
         return rows
@@ -209,7 +214,7 @@ def _to_python(table: pa.Table, path: pathlib.Path, first: int) -> list[dict[str
         try:
             rows += table.slice(i, 1).to_pylist()
         except UnicodeDecodeError as e:
-            place = f"{path}, row {first + i}"
+            place = f"{path}, row {first_row + i}"
             raise UserError(f"{place} is not UTF-8 ({e.reason}); convert the file to UTF-8") from e
     return rows
 
@@ -233,51 +238,48 @@ def read_sources(
     tokenizer: Any = None,
     columns: Mapping[str, str] = types.MappingProxyType({}),
 ) -> list[Source]:
-    """Reads the rows of all sources in a comma-separated list, in order; `columns` are other names for jppo's.
-
-    Such a name may be of an entry of a dict: COLUMN.ENTRY.
-    """
-    listed = [entry.strip() for entry in entries.split(",") if entry.strip()]
-    if not listed:
+    """Reads all listed sources in order; `columns` are the files' names, COLUMN or COLUMN.ENTRY, for jppo's columns."""
+    entry_list = [entry.strip() for entry in entries.split(",") if entry.strip()]
+    if not entry_list:
         raise UserError(f"{setting}={entries!r} names no file; give one or more of {_FORMS}, separated by commas")
-    for i, entry in enumerate(listed):
-        if entry in listed[:i]:
+    for i, entry in enumerate(entry_list):
+        if entry in entry_list[:i]:
             raise UserError(f"{setting} lists {entry} twice; a source may be listed once")
     if custom_cls:
-        rows_of = functools.partial(_custom_rows, resolve(custom_cls, "data.custom_cls"), custom_cls, tokenizer)
-        readers = [(functools.partial(rows_of, entry), pathlib.PurePath(entry).stem) for entry in listed]
+        read_entry = functools.partial(_custom_rows, resolve(custom_cls, "data.custom_cls"), custom_cls, tokenizer)
+        readers = [(functools.partial(read_entry, entry), pathlib.PurePath(entry).stem) for entry in entry_list]
     else:
-        readers = [_reader(entry, setting) for entry in listed]  # checks that all exist before reading one
-    short = [name for _, name in readers]
-    names = [name if short.count(name) == 1 else entry for name, entry in zip(short, listed, strict=True)]
-    other = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-    sources = [Source(name, read()) for name, (read, _) in zip(names, readers, strict=True)]
-    return (
-        [Source(source.name, [_renamed(row, other) for row in source.rows]) for source in sources] if other else sources
-    )
+        readers = [_make_reader(entry, setting) for entry in entry_list]  # checks that all exist before reading one
+    stems = [name for _, name in readers]
+    names = [name if stems.count(name) == 1 else entry for name, entry in zip(stems, entry_list, strict=True)]
+    renames = {column: file_column for column, file_column in columns.items() if column != file_column}
+    sources = [Source(name, read_rows()) for name, (read_rows, _) in zip(names, readers, strict=True)]
+    if not renames:
+        return sources
+    return [Source(source.name, [_rename_columns(row, renames) for row in source.rows]) for source in sources]
 
 
-def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
+def _rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
+    """Renames columns of a file to jppo's names, which are the keys of `columns`."""
     renamed = {}
-    for ours, theirs in columns.items():
+    for column, file_column in columns.items():
         value: Any = row.columns
-        for part in [theirs] if theirs in row.columns else theirs.split("."):
+        for part in [file_column] if file_column in row.columns else file_column.split("."):
             if not isinstance(value, dict) or part not in value:
                 raise UserError(
-                    f"{row.place} has no {theirs!r}, which {NAMED_BY.get(ours, f'data.{ours}_key')} names; its columns"
-                    f" are {', '.join(map(str, row.columns))}"
+                    f"{row.place} has no {file_column!r}, which {NAMED_BY.get(column, f'data.{column}_key')} names; its"
+                    f" columns are {', '.join(map(str, row.columns))}"
                 )
             value = value[part]
-        renamed[ours] = value
-    gone = {*columns, *columns.values()} - {
-        columns.get("ground_truth")
-    }  # a custom function may read it by its own name
-    kept = {name: value for name, value in row.columns.items() if name not in gone}
-    return dataclasses.replace(row, columns=kept | renamed)
+        renamed[column] = value
+    # A custom function may read the ground truth by its own name.
+    dropped = {*columns, *columns.values()} - {columns.get("ground_truth")}
+    other_columns = {name: value for name, value in row.columns.items() if name not in dropped}
+    return dataclasses.replace(row, columns=other_columns | renamed)
 
 
-def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str]:
-    """Returns a reader of an entry, after checking that it exists, and its short name."""
+def _make_reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str]:
+    """Checks that an entry exists; returns the function that reads its rows, and its short name."""
     if entry.startswith(TFDS):
         spec = tfds_spec(entry, setting)
         return functools.partial(_tfds_rows, spec), f"{spec.name}/{spec.split}"
@@ -296,19 +298,20 @@ def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str
 
 
 def _custom_rows(cls: Callable[..., Iterable[Any]], spec: str, tokenizer: Any, entry: str) -> list[Row]:
-    where = f"data.custom_cls={spec} of {entry!r}"
+    """Reads the rows of an entry by the class of data.custom_cls."""
+    source = f"data.custom_cls={spec} of {entry!r}"
     rows: list[Row] = []
     try:
         for number, columns in enumerate(cls(entry, tokenizer=tokenizer), start=1):
             if not isinstance(columns, dict):
-                raise UserError(f"{where}, row {number} is {brief(columns)}; each row must be a dict of columns")
-            rows.append(Row(where, number, columns))
+                raise UserError(f"{source}, row {number} is {brief(columns)}; each row must be a dict of columns")
+            rows.append(Row(source, number, columns))
     except UserError:
         raise
     except Exception as e:  # and so may its class
-        after = f"after row {len(rows)}" if rows else "before the first row"
-        raise UserError(f"{where} failed {after} ({said(e)}); fix the class") from e
-    return _not_empty(rows, where)
+        progress = f"after row {len(rows)}" if rows else "before the first row"
+        raise UserError(f"{source} failed {progress} ({explain(e)}); fix the class") from e
+    return _require_rows(rows, source)
 
 
 def _hub_rows(entry: str, name: str, split: str) -> list[Row]:
@@ -318,15 +321,15 @@ def _hub_rows(entry: str, name: str, split: str) -> list[Row]:
         import datasets
     except ImportError as e:
         raise UserError(
-            f"{entry}: the package datasets cannot be imported ({said(e)}); pip install 'jppo[hub]', or get the files:"
-            f" hf download --repo-type dataset {name} --local-dir DIR"
+            f"{entry}: the package datasets cannot be imported ({explain(e)}); pip install 'jppo[hub]', or get the"
+            f" files: hf download --repo-type dataset {name} --local-dir DIR"
         ) from e
     try:
         dataset = datasets.load_dataset(name, config or None, split=split)
         rows = [Row(entry, number, dict(columns)) for number, columns in enumerate(dataset, start=1)]
     except Exception as e:  # no network, an unknown name, split or config: each raises its own
-        raise UserError(f"{entry} cannot be read ({said(e)}); check name, config and split, or the network") from e
-    return _not_empty(rows, entry)
+        raise UserError(f"{entry} cannot be read ({explain(e)}); check name, config and split, or the network") from e
+    return _require_rows(rows, entry)
 
 
 class TfdsSpec(NamedTuple):
@@ -340,24 +343,24 @@ class TfdsSpec(NamedTuple):
 
 def tfds_spec(entry: str, setting: str) -> TfdsSpec:
     """Parses tfds:NAME/SPLIT@DIR."""
-    of, at, directory = entry.removeprefix(TFDS).partition("@")
-    name, slash, split = of.rpartition("/")
+    name_and_split, at, directory = entry.removeprefix(TFDS).partition("@")
+    name, slash, split = name_and_split.rpartition("/")
     if not (slash and name and split) or (at and not directory):
         raise UserError(f"{setting}: {entry!r} must be {TFDS}NAME/SPLIT or {TFDS}NAME/SPLIT@DIR")
     return TfdsSpec(entry, name, split, directory or None)
 
 
 def _tfds_rows(spec: TfdsSpec) -> list[Row]:
-    """Reads all rows of a split, with text as str."""
+    """Reads all rows of a split of a prepared data set of tensorflow-datasets, with text as str."""
     try:
         import tensorflow_datasets as tfds
     except ImportError as e:
-        raise UserError(f"{spec.text}: {TFDS_MISSING.format(said(e))}") from e
+        raise UserError(f"{spec.text}: {TFDS_MISSING.format(explain(e))}") from e
     _hide_gpus(spec)
-    where = {} if spec.directory is None else {"data_dir": spec.directory}
+    options = {} if spec.directory is None else {"data_dir": spec.directory}
     try:
         # Like tfds.data_source, which would prefer code of the same name to the files.
-        source = tfds.core.read_only_builder.builder_from_files(spec.name, **where).as_data_source(spec.split)
+        source = tfds.core.read_only_builder.builder_from_files(spec.name, **options).as_data_source(spec.split)
         features = source.dataset_info.features
         rows = []
         for number, example in enumerate(source, start=1):
@@ -368,11 +371,11 @@ def _tfds_rows(spec: TfdsSpec) -> list[Row]:
         raise
     except Exception as e:  # a damaged file, another format, an unknown name: each raises its own
         raise UserError(
-            f"{spec.text} cannot be read ({said(e)}); it must have been prepared, as array_record, in "
+            f"{spec.text} cannot be read ({explain(e)}); it must have been prepared, as array_record, in "
             f"{spec.directory or 'the folder of tensorflow-datasets'}"
         ) from e
     _hide_gpus(spec)
-    return _not_empty(rows, spec.text)
+    return _require_rows(rows, spec.text)
 
 
 def _json_types(value: Any, feature: Any, row: Row) -> Any:
@@ -380,9 +383,9 @@ def _json_types(value: Any, feature: Any, row: Row) -> Any:
     inner = getattr(feature, "feature", None)
     if isinstance(value, dict):
         if inner is None:
-            return {name: _json_types(each, feature[name], row) for name, each in value.items()}
-        columns = {name: [_json_types(v, inner[name], row) for v in each] for name, each in value.items()}
-        return [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
+            return {name: _json_types(item, feature[name], row) for name, item in value.items()}
+        columns = {name: [_json_types(v, inner[name], row) for v in item] for name, item in value.items()}
+        return [dict(zip(columns, item, strict=True)) for item in zip(*columns.values(), strict=True)]
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")
@@ -391,7 +394,7 @@ def _json_types(value: Any, feature: Any, row: Row) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return _json_types(value.tolist(), feature, row)
     if isinstance(value, list):
-        return [_json_types(each, inner if inner is not None else feature, row) for each in value]
+        return [_json_types(item, inner if inner is not None else feature, row) for item in value]
     return value
 
 

@@ -60,24 +60,24 @@ def read_demonstrations(
         raise UserError("the tokenizer has no end token to end responses with; set eos_token in tokenizer_config.json")
     sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer, columns=columns)
     rows = [row for source in sources for row in source.rows]
-    whole_chat = make_whole_chat(tokenizer) if learn_turns == "all" else None
-    pairs = [_pair(row, system_prompt, whole_chat, prompt_role) for row in rows]
+    split_chat = make_chat_splitter(tokenizer) if learn_turns == "all" else None
+    pairs = [_pair(row, system_prompt, split_chat, prompt_role) for row in rows]
     prompts = tokenise([prompt for prompt, _ in pairs], rows, tokenizer, max_length=max_length)
     texts = [text for _, segments in pairs for text, _ in segments]
     ids = iter(encode_all(tokenizer, texts, max_length=max_length, add_special_tokens=False))
-    whole = []
+    demonstrations = []
     for prompt, (_, segments) in zip(prompts, pairs, strict=True):
         parts = [(next(ids) + [tokenizer.eos_token_id] * learn, learn) for _, learn in segments]
-        whole.append(
+        demonstrations.append(
             Demonstration(
                 np.asarray(prompt, np.int32),
                 np.concatenate([np.asarray(part, np.int32) for part, _ in parts]),
                 np.repeat([learn for _, learn in parts], [len(part) for part, _ in parts]),
             )
         )
-    fitting = [d for d in whole if len(d.prompt) + len(d.response) <= max_length]
+    fitting = [d for d in demonstrations if len(d.prompt) + len(d.response) <= max_length]
     if not fitting:
-        shortest = min(len(d.prompt) + len(d.response) for d in whole)
+        shortest = min(len(d.prompt) + len(d.response) for d in demonstrations)
         raise UserError(
             f"{setting}={files}: all {len(rows)} demonstrations are longer than {max_length} tokens, prompt and "
             f"response together (the shortest has {shortest}); raise data.max_prompt_length or max_response_length"
@@ -86,57 +86,59 @@ def read_demonstrations(
 
 
 def _pair(
-    row: Row, system_prompt: str, whole_chat: Callable[[Messages, Row], tuple[Messages, Segments]] | None, role: str
+    row: Row, system_prompt: str, split_chat: Callable[[Messages, Row], tuple[Messages, Segments]] | None, role: str
 ) -> tuple[Messages, Segments]:
-    """Returns the prompt, and the response as segments that are trained on or not."""
+    """Returns a row's prompt, and its response as segments that are trained on or not."""
     if "messages" not in row.columns:
         prompt = prompt_of(row)
         prompt = [{"role": role, "content": prompt}] if role and isinstance(prompt, str) else prompt
-        return with_system_prompt(prompt, system_prompt, row), _segments(row)
+        return with_system_prompt(prompt, system_prompt, row), _response_segments(row)
     if "prompt" in row.columns or "response" in row.columns:
         raise UserError(f"{row.place} has 'messages' and 'prompt' or 'response'; keep one of the two forms")
     messages = checked_messages(row, "messages", row.columns["messages"])
     if len(messages) < 2 or messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
         raise UserError(f"{row.place}: messages must end with a turn of the assistant that answers an earlier one")
-    if whole_chat is not None:
-        return whole_chat(with_system_prompt(messages, system_prompt, row), row)
+    if split_chat is not None:
+        return split_chat(with_system_prompt(messages, system_prompt, row), row)
     return with_system_prompt(messages[:-1], system_prompt, row), [(messages[-1]["content"], True)]
 
 
-def make_whole_chat(tokenizer: Any) -> Callable[[Messages, Row], tuple[Messages, Segments]]:
-    """Returns a function (messages, row) -> text before the first answer, and the rest as segments.
+def make_chat_splitter(tokenizer: Any) -> Callable[[Messages, Row], tuple[Messages, Segments]]:
+    """Makes the function that splits a chat into the messages before the first answer and segments of the rest.
 
     A turn extends from where the template starts the assistant's turn, after the earlier messages, to the next end
     token. It must occur in the text of the whole chat, because some templates drop parts of earlier turns.
     """
     render, end = make_renderer(tokenizer), tokenizer.eos_token
 
-    def whole_chat(messages: Messages, row: Row) -> tuple[Messages, Segments]:
+    def split_chat(messages: Messages, row: Row) -> tuple[Messages, Segments]:
+        """Returns the messages before the first answer, and segments of the rest, if the template keeps it as it is."""
         assert not isinstance(messages, str)
         answers = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
-        asked = (i for i in answers if any(message["role"] != "system" for message in messages[:i]))
-        first = next(asked, answers[-1])  # a greeting is context
-        text, done = render(messages, row, opened=False), 0
+        with_question = (i for i in answers if any(message["role"] != "system" for message in messages[:i]))
+        first_answer = next(with_question, answers[-1])  # a greeting is context
+        text, position = render(messages, row, opened=False), 0
         segments: Segments = []
-        for i in (i for i in answers if i >= first):
-            before = render(messages[:i], row)
-            stop = text.find(end, len(before))
-            turn = text[len(before) : stop]
-            if not text.startswith(before) or stop == -1 or turn.strip() != messages[i]["content"].strip():
+        for i in (i for i in answers if i >= first_answer):
+            context = render(messages[:i], row)
+            stop = text.find(end, len(context))
+            turn = text[len(context) : stop]
+            if not text.startswith(context) or stop == -1 or turn.strip() != messages[i]["content"].strip():
                 raise UserError(
                     f"{row.place}: the chat template changes message {i + 1} of the chat, or drops its end"
                     f" token {end!r}; set data.learn_turns=last, or fix the template or eos_token in"
                     " tokenizer_config.json"
                 )
-            segments += [(text[done : len(before)], False)] if i > first else []
+            segments += [(text[position : len(context)], False)] if i > first_answer else []
             segments.append((turn, True))
-            done = stop + len(end)
-        return messages[:first], segments
+            position = stop + len(end)
+        return messages[:first_answer], segments
 
-    return whole_chat
+    return split_chat
 
 
-def _segments(row: Row) -> Segments:
+def _response_segments(row: Row) -> Segments:
+    """Returns the segments of the column `response`, which is a text or a list of {text, learn}."""
     value = row.columns.get("response")
     if not isinstance(value, list):
         return [(text_column(row, "response"), True)]

@@ -31,8 +31,8 @@ from jppo.errors import UserError, expanded, first_line
 
 LONG = 1_000_000  # characters of one text
 CUT_FROM = 100_000  # characters; shorter texts are always tokenised quickly
-_HALF = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
-_LONGEST = 32  # tokens of one character; bytes that are no text would make later ones wait for ever
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
+_MAX_TOKENS_OF_CHARACTER = 32  # tokens of one character; bytes that are no text would make later ones wait for ever
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "spm.model", "tekken.json")
 
@@ -43,7 +43,7 @@ def load_tokenizer(path: str) -> Any:
         raise UserError("model.path is empty; set it to an HF directory or a hub name")
     local = expanded(path)
     if not local.is_dir():
-        return _from_hub(path)
+        return _load_from_hub(path)
     # transformers creates an empty tokenizer for a directory without one.
     if not any((local / name).is_file() for name in FILES):
         raise UserError(f"no tokenizer.json in {local}; copy the model's tokenizer files there")
@@ -56,7 +56,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ids that end a response: of generation_config.json, config.json and the tokenizer."""
+    """Returns the tokens that end a response, by generation_config.json, config.json and the tokenizer."""
     ends: list[int] = []
     config = _read_config(path, "config.json")
     if isinstance(text := config.get("text_config"), dict):  # of a model that reads pictures, too
@@ -65,14 +65,14 @@ def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         fields = config if name == "config.json" else _read_config(path, name)
         ids = fields.get("eos_token_id")
-        several = [] if ids is None else ids if isinstance(ids, list) else [ids]
-        for token in several:
-            whole = isinstance(token, int) and not isinstance(token, bool) and token >= 0
-            if not whole or (isinstance(vocab_size, int) and token >= vocab_size):
+        id_list = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        for token in id_list:
+            is_id = isinstance(token, int) and not isinstance(token, bool) and token >= 0
+            if not is_id or (isinstance(vocab_size, int) and token >= vocab_size):
                 raise UserError(
                     f"{path}: eos_token_id={ids!r} of {name} must be token ids, from 0 to below vocab_size={vocab_size}"
                 )
-        ends += several
+        ends += id_list
     if tokenizer.eos_token_id is not None:
         ends.append(tokenizer.eos_token_id)
     if not ends:
@@ -80,32 +80,32 @@ def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ends))
 
 
-def announce_long(place: str, *texts: str) -> None:
-    """Warns before tokenising a long text: without spaces a tokenizer needs minutes."""
-    if (most := max(map(len, texts), default=0)) > LONG:
-        warning = f"a text of {most:,} characters is tokenised, which can take minutes; shorten or remove it"
-        print(f"{place}: {warning}", file=sys.stderr, flush=True)
+def announce_long(where: str, *texts: str) -> None:
+    """Prints a warning before a long text is tokenised: without spaces that takes minutes."""
+    if (longest := max(map(len, texts), default=0)) > LONG:
+        warning = f"a text of {longest:,} characters is tokenised, which can take minutes; shorten or remove it"
+        print(f"{where}: {warning}", file=sys.stderr, flush=True)
 
 
-def enough(tokenizer: Any, max_length: int) -> int:
-    """Length in characters above which a text has more than `max_length` tokens, by the longest token."""
+def character_limit(tokenizer: Any, max_length: int) -> int:
+    """Returns the length in characters above which a text has more than `max_length` tokens, by the longest token."""
     return max(CUT_FROM, max_length * max(map(len, tokenizer.get_vocab())) + 1)
 
 
 def encode_all(
     tokenizer: Any, texts: Sequence[str], *, max_length: int | None = None, **options: Any
 ) -> list[list[int]]:
-    """Token ids of texts; of a text with more than `max_length` tokens (None: no limit) perhaps only the first ones.
+    """Tokenises texts; of one with more than `max_length` tokens (None: no limit) perhaps only the first ones.
 
     A word of millions of characters takes minutes to tokenise, and a text that is too long is dropped anyway.
     """
     if max_length is None or max(map(len, texts), default=0) <= CUT_FROM:
         ids: list[list[int]] = tokenizer(list(texts), verbose=False, **options)["input_ids"]
         return ids
-    most = enough(tokenizer, max_length)
-    ids = tokenizer([text[:most] for text in texts], verbose=False, **options)["input_ids"]
+    max_characters = character_limit(tokenizer, max_length)
+    ids = tokenizer([text[:max_characters] for text in texts], verbose=False, **options)["input_ids"]
     for i, text in enumerate(texts):
-        if len(text) > most and len(ids[i]) <= max_length:  # as where a normalizer removes blanks
+        if len(text) > max_characters and len(ids[i]) <= max_length:  # as where a normalizer removes blanks
             ids[i] = tokenizer(text, verbose=False, **options)["input_ids"]
     return ids
 
@@ -131,7 +131,7 @@ def spell(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def make_decoders(tokenizer: Any) -> tuple[Callable[[Sequence[int]], str], Callable[[Sequence[int]], str]]:
-    """Returns `decode` and `spell`; those of a byte-level tokenizer are faster, from a table of its tokens' bytes."""
+    """Makes `decode` and `spell` for the tokenizer; of a byte-level one faster, by a table of its tokens' bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.decoder).__name__ != "ByteLevel":
         return functools.partial(decode, tokenizer), functools.partial(spell, tokenizer)
@@ -141,18 +141,18 @@ def make_decoders(tokenizer: Any) -> tuple[Callable[[Sequence[int]], str], Calla
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     count = 1 + max(tokenizer.get_vocab().values())
 
-    def one(token: str) -> bytes:
+    def token_bytes(token: str) -> bytes:
         try:
             return bytes(map(bytes_of.__getitem__, token))
         except KeyError:  # an added token in characters of its own
             return token.encode()
 
-    def joined(table: list[bytes], ids: Sequence[int]) -> str:
+    def join_bytes(table: list[bytes], ids: Sequence[int]) -> str:
         return b"".join([table[i] for i in ids if i < count]).decode(errors="replace")
 
-    spelled = [one(backend.id_to_token(i) or "") for i in range(count)]
+    spelled = [token_bytes(backend.id_to_token(i) or "") for i in range(count)]
     decoded = [b"" if i in special else text for i, text in enumerate(spelled)]
-    return functools.partial(joined, decoded), functools.partial(joined, spelled)
+    return functools.partial(join_bytes, decoded), functools.partial(join_bytes, spelled)
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -161,9 +161,9 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     context = begin = 0  # tokens from `begin` have no text yet; those from `context` are decoded with them
     for end in range(1, len(ids) + 1):
         text = spell(tokenizer, ids[context:end])
-        waits = text.endswith(_HALF) and end < len(ids) and end - begin < _LONGEST
-        texts.append("" if waits else text[len(spell(tokenizer, ids[context:begin])) :])
-        if not waits:
+        is_incomplete = text.endswith(_REPLACEMENT) and end < len(ids) and end - begin < _MAX_TOKENS_OF_CHARACTER
+        texts.append("" if is_incomplete else text[len(spell(tokenizer, ids[context:begin])) :])
+        if not is_incomplete:
             context, begin = begin, end
     return texts
 
@@ -174,18 +174,16 @@ def decode_stream(
     """Yields the text of an answer piece by piece, continuing the tokens `before`, without incomplete characters."""
     ids = list(before)
     yielded = decode(ids) if ids else ""
-    for new in answer:
-        ids += new
-        text = decode(ids).rstrip(_HALF)
+    for new_ids in answer:
+        ids += new_ids
+        text = decode(ids).rstrip(_REPLACEMENT)
         if text.startswith(yielded) and text != yielded:  # otherwise later tokens will change its end
             yield text[len(yielded) :]
             yielded = text
-    whole = decode(ids)
-    same = next(
-        (i for i, (a, b) in enumerate(zip(whole, yielded, strict=False)) if a != b), min(len(whole), len(yielded))
-    )
-    if rest := whole[same:]:
-        yield rest
+    full_text = decode(ids)
+    differing = (i for i, (a, b) in enumerate(zip(full_text, yielded, strict=False)) if a != b)
+    if remainder := full_text[next(differing, min(len(full_text), len(yielded))) :]:
+        yield remainder
 
 
 def check_stop_texts(tokenizer: Any, texts: Sequence[str]) -> None:
@@ -200,7 +198,6 @@ def check_stop_texts(tokenizer: Any, texts: Sequence[str]) -> None:
 
 
 def ends_with_eos(tokenizer: Any, ids: Sequence[int]) -> bool:
-    """Whether the last token is the tokenizer's end token."""
     return tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id
 
 
@@ -210,23 +207,25 @@ def _read_tokenizer(source: str, **options: Any) -> Any:
     return transformers.AutoTokenizer.from_pretrained(source, **options)
 
 
-def _from_hub(name: str) -> Any:
+def _load_from_hub(name: str) -> Any:
+    """Loads a tokenizer of the hub, from the local cache if it is there; UserError if it cannot be fetched."""
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise UserError(f"no directory {name}; give the path of an HF directory with tokenizer.json, or a hub name")
     with contextlib.suppress(OSError, ValueError):  # not in the cache, or only in part: it is fetched below
         return _read_tokenizer(name, local_files_only=True)
-    sought = f"tokenizer.json of {name!r} was not found: neither a local directory nor in the cache"
+    problem = f"tokenizer.json of {name!r} was not found: neither a local directory nor in the cache"
     remedy = "download the model on a machine with a network and use its path"
     if constants.HF_HUB_OFFLINE:
-        raise UserError(f"{sought}, and HF_HUB_OFFLINE is set; unset it, or {remedy}")
+        raise UserError(f"{problem}, and HF_HUB_OFFLINE is set; unset it, or {remedy}")
     try:
         httpx.head(constants.ENDPOINT, timeout=15.0)  # transformers itself would retry for a minute
         return _read_tokenizer(name)
     except (httpx.HTTPError, HTTPError, OSError, ValueError) as e:
-        raise UserError(f"{sought}, and {constants.ENDPOINT} did not provide it ({first_line(e)}); {remedy}") from e
+        raise UserError(f"{problem}, and {constants.ENDPOINT} did not provide it ({first_line(e)}); {remedy}") from e
 
 
 def _read_config(path: str, name: str) -> dict[str, Any]:
+    """Reads a JSON file of a model directory or hub name; {} if it is missing."""
     import transformers
 
     local = expanded(path)
@@ -251,7 +250,7 @@ def _read_config(path: str, name: str) -> dict[str, Any]:
     return config
 
 
-class _Ended(Exception):
+class _WorkerEnded(Exception):
     """The process ended without a reply; the message has the reason."""
 
 
@@ -263,7 +262,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: str, *arguments: Any) -> tuple[list[str], str]:
-        """Returns the answers to a request, and the error after them or ''; raises _Ended."""
+        """Sends a request; returns the worker's texts, and the error after them or ''. Raises _WorkerEnded."""
         body = pickle.dumps((request, arguments))
         with self._lock:
             if self._process is None:
@@ -276,17 +275,17 @@ class _Worker:
             except OSError:
                 line = b""
             if not line:
-                raise _Ended(self._end())
+                raise _WorkerEnded(self._end())
         reply = json.loads(line)
         return reply["found"], reply["error"]
 
     def close(self) -> None:
-        """Ends the process."""
         with self._lock:
             if self._process is not None:
                 self._end()
 
     def _start(self) -> None:
+        """Starts the process that renders untrusted chat templates."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "jppo.data.template_worker"],
             stdin=subprocess.PIPE,
@@ -297,13 +296,13 @@ class _Worker:
         atexit.register(self.close)
 
     def _end(self) -> str:
-        """Returns why the process ended."""
+        """Waits for the process's end and returns why it ended."""
         assert self._process is not None
         with self._process as process:
             self._process = None
         atexit.unregister(self.close)
-        late = process.returncode == -signal.SIGPROF
-        return "it takes too long" if late else f"its process ended with code {process.returncode}"
+        timed_out = process.returncode == -signal.SIGPROF
+        return "it takes too long" if timed_out else f"its process ended with code {process.returncode}"
 
 
 _Messages = Sequence[Mapping[str, Any]]
@@ -317,18 +316,19 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]):
+        """Reads the template's undefined names; UserError if it is invalid or does not read one of the `arguments`."""
         self._template, self._unknown = None, []
         self._tools = [dict(tool) for tool in tools] or None
         if tokenizer.chat_template is not None:
             self._template = tokenizer.get_chat_template(tools=self._tools)
             try:
                 names, error = _WORKER.ask("unknown_names", self._template)
-            except _Ended as e:
+            except _WorkerEnded as e:
                 error = str(e)
             if error:
                 raise UserError(f"the chat template is invalid: {error}; fix it")
-            taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
-            self._unknown = [name for name in names if name not in taken]
+            passed_names = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+            self._unknown = [name for name in names if name not in passed_names]
         _check_arguments(arguments, self._unknown)
         self._names = {**tokenizer.special_tokens_map, **arguments}
 
@@ -337,7 +337,7 @@ class Renderer:
         return self.all([messages], [row], opened)[0]
 
     def all(self, conversations: Sequence[_Messages], rows: Sequence[Row], opened: bool = True) -> list[str]:
-        """Returns the texts of several conversations, in a part of the time."""
+        """Renders several conversations in one request to the worker; UserError with the row's place if one fails."""
         if self._template is None and rows:
             raise UserError(
                 f"{rows[0].place}: the prompt is chat messages, but the tokenizer has no chat template; add one in "
@@ -346,7 +346,7 @@ class Renderer:
         options = (self._tools, opened, self._unknown, self._names)
         try:
             texts, error = _WORKER.ask("render_all", self._template, list(map(list, conversations)), *options)
-        except _Ended as e:
+        except _WorkerEnded as e:
             if len(rows) > 1:  # one of them
                 return [self(messages, row, opened) for messages, row in zip(conversations, rows, strict=True)]
             texts, error = [], str(e)
@@ -364,11 +364,11 @@ def make_renderer(
     return Renderer(tokenizer, tools, arguments)
 
 
-def _check_arguments(arguments: Mapping[str, Any], read: Iterable[str]) -> None:
-    """UserError for an argument that would change nothing."""
+def _check_arguments(arguments: Mapping[str, Any], names_read: Iterable[str]) -> None:
+    """UserError for an argument that the template does not read."""
     for name in arguments:
-        if name not in read:
+        if name not in names_read:
             raise UserError(
                 f"data.apply_chat_template_kwargs has {name!r}, which the tokenizer's chat template does not read; it"
-                f" reads {', '.join(read) or 'no arguments'}; leave {name} out"
+                f" reads {', '.join(names_read) or 'no arguments'}; leave {name} out"
             )

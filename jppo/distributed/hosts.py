@@ -63,17 +63,17 @@ class Hosts:
         timeout_s: float = 60.0,
         end_timeout_s: float = 120.0,
     ) -> None:
-        """Makes a single host by default."""
+        """Makes host `rank` of `count`, which meet in `store` (JAX's key-value store); by default one host alone."""
         self.rank = rank
         self.count = count
         self.working = count == 1  # a stop may interrupt the current work
         self._store = store
         self._timeout_s = timeout_s
         self._end_timeout_s = end_timeout_s
-        self._turn = 0
-        self._heard: Stopped | None = None
+        self._round = 0
+        self._other_stop: Stopped | None = None
         self._shared: BaseException | None = None  # the last error that was raised on every host
-        self._over = threading.Event()
+        self._ended = threading.Event()
 
     @property
     def first(self) -> bool:
@@ -98,24 +98,24 @@ class Hosts:
 
     def summed(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Returns the sums of all hosts' counts."""
-        of_all = self.gather(lambda: metrics)
-        return {name: float(sum(one[name] for one in of_all)) for name in metrics}
+        counts_by_host = self.gather(lambda: metrics)
+        return {name: float(sum(counts[name] for counts in counts_by_host)) for name in metrics}
 
     def alike(self, work: Callable[[], object]) -> None:
         """Runs the work on every host; an error of one is raised on all, and the caller may continue."""
-        own: list[Exception] = []
+        own_errors: list[Exception] = []
 
-        def tried() -> str | None:
+        def run_work() -> str | None:
             try:
                 work()
             except Exception as e:
-                own.append(e)
-                return _short(e)
+                own_errors.append(e)
+                return _one_line(e)
             return None
 
-        failures = [f"host {rank}: {text}" for rank, text in enumerate(self.gather(tried)) if text is not None]
+        failures = [f"host {rank}: {text}" for rank, text in enumerate(self.gather(run_work)) if text is not None]
         if failures:
-            raise own[0] if own else Elsewhere(failures[0])
+            raise own_errors[0] if own_errors else Elsewhere(failures[0])
 
     def shared(self, error: BaseException) -> bool:
         """Whether every host has raised this error or its counterpart, at the same place."""
@@ -123,16 +123,16 @@ class Hosts:
 
     def heard(self) -> Stopped | None:
         """Returns the stop of another host that is ending, if any."""
-        return self._heard
+        return self._other_stop
 
-    def tell(self, why: BaseException) -> None:
+    def tell(self, error: BaseException) -> None:
         """Announces that this host is ending, so the others stop waiting."""
         if self.count > 1:
-            self._put(f"ending/{self.rank}", json.dumps(_described(why)), again=True)
+            self._put(f"ending/{self.rank}", json.dumps(_describe_error(error)), overwrite=True)
 
     def __enter__(self) -> "Hosts":
         if self.count > 1:
-            threading.Thread(target=self._sign, name="hosts", daemon=True).start()
+            threading.Thread(target=self._watch_hosts, name="hosts", daemon=True).start()
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
@@ -145,8 +145,8 @@ class Hosts:
         try:
             self._store.wait_at_barrier("jppo/end", int(self._end_timeout_s * 1000))
         except jax.errors.JaxRuntimeError as e:
-            self.leave(LOST, f"not every host came to the end within {self._end_timeout_s:g} s: {_short(e)}")
-        self._over.set()
+            self.leave(LOST, f"not every host came to the end within {self._end_timeout_s:g} s: {_one_line(e)}")
+        self._ended.set()
         jax.distributed.shutdown()
 
     def leave(self, status: int, why: str) -> None:
@@ -157,6 +157,7 @@ class Hosts:
         os._exit(status)
 
     def _agree(self, work: Callable[[], Any]) -> list[Any]:
+        """Runs the work; returns the results of all hosts, or raises the error that they agree on."""
         value, error = None, None
         try:
             self.working = True
@@ -169,79 +170,79 @@ class Hosts:
             self.tell(error)
         text = "" if error is not None else json.dumps(value, default=float)
         data = text.encode()
-        message: dict[str, Any] = {"error": None if error is None else _described(error), "bytes": len(data)}
+        message: dict[str, Any] = {"error": None if error is None else _describe_error(error), "bytes": len(data)}
         if len(data) <= INLINE:
             message["text"] = text
-        self._put(f"said/{self._turn}/{self.rank}", json.dumps(message))
-        messages = [json.loads(self._get(f"said/{self._turn}/{rank}")) for rank in range(self.count)]
-        if self._turn:  # everybody has read the earlier messages
-            self._store.key_value_delete(f"jppo/said/{self._turn - 1}/{self.rank}")
-        self._turn += 1
-        self._require_none([one["error"] for one in messages], error)
-        longest = max(one["bytes"] for one in messages)
+        self._put(f"said/{self._round}/{self.rank}", json.dumps(message))
+        messages = [json.loads(self._get(f"said/{self._round}/{rank}")) for rank in range(self.count)]
+        if self._round:  # everybody has read the earlier messages
+            self._store.key_value_delete(f"jppo/said/{self._round - 1}/{self.rank}")
+        self._round += 1
+        self._raise_common_error([sent["error"] for sent in messages], error)
+        longest = max(sent["bytes"] for sent in messages)
         if longest <= INLINE:
-            return [json.loads(one["text"]) for one in messages]
-        return [json.loads(one) for one in _exchange(data, [one["bytes"] for one in messages])]
+            return [json.loads(sent["text"]) for sent in messages]
+        return [json.loads(sent) for sent in _exchange_bytes(data, [sent["bytes"] for sent in messages])]
 
-    def _require_none(self, errors: Sequence[dict[str, Any] | None], own: BaseException | None) -> None:
+    def _raise_common_error(self, errors: Sequence[dict[str, Any] | None], own_error: BaseException | None) -> None:
         """Raises the common error of all hosts: the first that was not caused by another host."""
-        there = [(error["heard"], rank) for rank, error in enumerate(errors) if error is not None]
-        if not there:
+        failed = [(error["heard"], rank) for rank, error in enumerate(errors) if error is not None]
+        if not failed:
             return
-        _, rank = min(there)
+        _, rank = min(failed)
         error = errors[rank]
         assert error is not None
         message = f"host {rank}: {error['said']}"
-        if rank == self.rank and own is not None:
-            self._shared = own
-            raise own
+        if rank == self.rank and own_error is not None:
+            self._shared = own_error
+            raise own_error
         if error["kind"] == Stopped.__name__:
             self._shared = Stopped(error["status"], error["said"] if error["heard"] else message)
         else:
-            self._shared = _expected().get(error["kind"], Elsewhere)(message)
-        raise self._shared from own
+            self._shared = _common_errors().get(error["kind"], Elsewhere)(message)
+        raise self._shared from own_error
 
     def _crash(self, error: BaseException) -> None:
         """Ends this host and tells the others; a collective whose peer is gone is the peer's fault."""
         if any(word in str(error) for word in BY_LOSS):
-            self._over.wait(self._timeout_s + 2 * _POLL_S)  # meanwhile the lost host is identified, and this host ends
+            self._ended.wait(self._timeout_s + 2 * _POLL_S)  # meanwhile the lost host is identified, and this host ends
         traceback.print_exception(error)
-        self._put(f"gone/{self.rank}", _short(error))
+        self._put(f"gone/{self.rank}", _one_line(error))
         if self.first:
             time.sleep(2 * _POLL_S)  # the store goes with this process; the others have read it by then
         sys.stderr.flush()
         os._exit(130 if isinstance(error, KeyboardInterrupt) else LOST)
 
-    def _sign(self) -> None:
-        """Signs, and checks the signs of the others, until the end."""
-        number, seen = 0, dict.fromkeys(range(self.count), ("", time.monotonic()))
-        while not self._over.is_set():
+    def _watch_hosts(self) -> None:
+        """Signs in the store, and checks the signs of the other hosts, until the end."""
+        number, last_signs = 0, dict.fromkeys(range(self.count), ("", time.monotonic()))
+        while not self._ended.is_set():
             try:
-                self._put(f"alive/{self.rank}", str(number), again=True)
-                alive, ending, gone = (self._all(prefix) for prefix in ("alive", "ending", "gone"))
+                self._put(f"alive/{self.rank}", str(number), overwrite=True)
+                alive, ending, gone = (self._get_all(prefix) for prefix in ("alive", "ending", "gone"))
             except jax.errors.JaxRuntimeError:  # the coordinator is gone: XLA ends the process (see `launchers.py`)
-                self._over.wait(_POLL_S)
+                self._ended.wait(_POLL_S)
                 continue
             number, now = number + 1, time.monotonic()
             for rank, text in gone.items():
                 if rank != self.rank:
                     self.leave(LOST, f"host {rank} failed: {text}")
             for rank, sign in alive.items():
-                if seen[rank][0] != sign:
-                    seen[rank] = sign, now
-            for rank, (_, since) in seen.items():
+                if last_signs[rank][0] != sign:
+                    last_signs[rank] = sign, now
+            for rank, (_, since) in last_signs.items():
                 if rank != self.rank and now - since > self._timeout_s:
                     self.leave(
                         LOST, f"host {rank} is lost: no sign of it within trainer.host_timeout_s={self._timeout_s:g}"
                     )
             for rank, text in ending.items():
-                if rank != self.rank and self._heard is None:
+                if rank != self.rank and self._other_stop is None:
                     error = json.loads(text)
-                    self._heard = Stopped(error["status"], f"host {rank}: {error['said']}", heard=True)
-            self._over.wait(_POLL_S)
+                    self._other_stop = Stopped(error["status"], f"host {rank}: {error['said']}", heard=True)
+            self._ended.wait(_POLL_S)
 
-    def _put(self, key: str, text: str, *, again: bool = False) -> None:
-        self._store.key_value_set(f"jppo/{key}", text, allow_overwrite=again)
+    def _put(self, key: str, text: str, *, overwrite: bool = False) -> None:
+        self._store.key_value_set(f"jppo/{key}", text, allow_overwrite=overwrite)
 
     def _get(self, key: str) -> str:
         """Waits for a host's message; checks for signals in between."""
@@ -252,43 +253,43 @@ class Hosts:
                 if "DEADLINE_EXCEEDED" not in str(e):
                     raise
 
-    def _all(self, prefix: str) -> dict[int, str]:
+    def _get_all(self, prefix: str) -> dict[int, str]:
         """Returns the messages under this key, by rank."""
         messages = self._store.key_value_dir_get(f"jppo/{prefix}/")
         return {int(key.rsplit("/", 1)[1]): text for key, text in messages}
 
 
-def _expected() -> dict[str, type[Exception]]:
+def _common_errors() -> dict[str, type[Exception]]:
     """Returns the errors that every host raises where one does, by name."""
     kinds: list[type[Exception]] = [UserError, RunEnded, *RunEnded.__subclasses__()]
     return {kind.__name__: kind for kind in kinds}
 
 
-def _described(error: BaseException) -> dict[str, Any]:
+def _describe_error(error: BaseException) -> dict[str, Any]:
     """Describes an error for the other hosts."""
     names = [kind.__name__ for kind in type(error).__mro__]
-    kind = next((name for name in names if name in _expected()), names[0])
-    description = {"kind": kind, "said": _short(error), "status": LOST, "heard": False}
+    kind = next((name for name in names if name in _common_errors()), names[0])
+    description = {"kind": kind, "said": _one_line(error), "status": LOST, "heard": False}
     if isinstance(error, Stopped):
         description |= {"said": error.why, "status": error.status, "heard": error.heard}
     return description
 
 
-def _short(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:1000] or type(error).__name__
 
 
-def _exchange(data: bytes, sizes: Sequence[int]) -> list[bytes]:
+def _exchange_bytes(data: bytes, sizes: Sequence[int]) -> list[bytes]:
     """Exchanges bytes between all hosts, by collectives of one shape."""
-    own = np.frombuffer(data, np.uint8)
+    own_bytes = np.frombuffer(data, np.uint8)
     pieces = []
     for begin in range(0, max(sizes), _CHUNK):
         piece = np.zeros(_CHUNK, np.uint8)
-        there = own[begin : begin + _CHUNK]
-        piece[: len(there)] = there
+        own_piece = own_bytes[begin : begin + _CHUNK]
+        piece[: len(own_piece)] = own_piece
         pieces.append(multihost_utils.process_allgather(piece))
-    whole = np.concatenate(pieces, axis=1)
-    return [whole[rank, :size].tobytes() for rank, size in enumerate(sizes)]
+    gathered = np.concatenate(pieces, axis=1)
+    return [gathered[rank, :size].tobytes() for rank, size in enumerate(sizes)]
 
 
 ALONE = Hosts()

@@ -38,7 +38,7 @@ class HostPlace:
 
 def find_place(nnodes: int, node_rank: int, coordinator: str, env: Mapping[str, str]) -> HostPlace | None:
     """Returns this process's place from `trainer`'s settings (-1 and '': unset) or the environment; None: alone."""
-    count, of_count = (nnodes, f"trainer.nnodes={nnodes}") if nnodes != -1 else _count(env)
+    count, source = (nnodes, f"trainer.nnodes={nnodes}") if nnodes != -1 else _host_count(env)
     if count == 1:
         if node_rank > 0 or coordinator:
             raise UserError(
@@ -48,8 +48,8 @@ def find_place(nnodes: int, node_rank: int, coordinator: str, env: Mapping[str, 
         return None
     if nnodes == -1 and not any(name in env for name in ("NNODES", "WORLD_SIZE")):
         return HostPlace(count)
-    rank = node_rank if node_rank != -1 else _rank(env)
-    address = coordinator or _address(env)
+    rank = node_rank if node_rank != -1 else _host_rank(env)
+    address = coordinator or _coordinator_address(env)
     if rank is None and not address and nnodes != -1:  # JAX may detect another launcher
         return HostPlace(count)
     missing = [
@@ -57,9 +57,9 @@ def find_place(nnodes: int, node_rank: int, coordinator: str, env: Mapping[str, 
         *(["trainer.coordinator_address, or MASTER_ADDR and MASTER_PORT"] if not address else []),
     ]
     if missing or rank is None:
-        raise UserError(f"{of_count} asks for several hosts, and {' and '.join(missing)} is not set; set it on each")
+        raise UserError(f"{source} asks for several hosts, and {' and '.join(missing)} is not set; set it on each")
     if not 0 <= rank < count:
-        raise UserError(f"host {rank} of {of_count}: hosts are numbered from 0 to {count - 1}; fix NODE_RANK")
+        raise UserError(f"host {rank} of {source}: hosts are numbered from 0 to {count - 1}; fix NODE_RANK")
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"the coordinator's address {address!r} must be HOST:PORT, the same on all hosts")
@@ -85,9 +85,9 @@ def join_launched(
     logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)  # proxies are not used for our own hosts
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # `watchdog.py` handles SIGTERM
-    known = {} if place.rank is None else _known(place)
-    why = f"not all of {place.count} hosts came together within trainer.join_timeout_s={join_timeout_s:g}"
-    aborting = _Aborting(2, why)
+    known = {} if place.rank is None else _coordinator_arguments(place)
+    text = f"not all of {place.count} hosts came together within trainer.join_timeout_s={join_timeout_s:g}"
+    abort_message = _AbortMessage(2, text)
     try:
         jax.distributed.initialize(
             **known,
@@ -97,13 +97,13 @@ def join_launched(
         )
     except (RuntimeError, ValueError) as e:
         reason = " ".join(str(e).split())[:200]
-        _end(2, f"{why}: {reason}" if known else f"trainer.nnodes={place.count}: JAX found no other hosts: {reason}")
+        _exit(2, f"{text}: {reason}" if known else f"trainer.nnodes={place.count}: JAX found no other hosts: {reason}")
     from jax._src import distributed  # the store has no public name
 
     state = distributed.global_state
     if state.num_processes != place.count:
-        _end(2, f"trainer.nnodes={place.count}, but the launcher started {state.num_processes} processes; fix one")
-    aborting.explain(str(state.coordinator_address))
+        _exit(2, f"trainer.nnodes={place.count}, but the launcher started {state.num_processes} processes; fix one")
+    abort_message.explain(str(state.coordinator_address))
     return Hosts(
         state.process_id,
         place.count,
@@ -113,7 +113,7 @@ def join_launched(
     )
 
 
-def _count(env: Mapping[str, str]) -> tuple[int, str]:
+def _host_count(env: Mapping[str, str]) -> tuple[int, str]:
     """Returns the number of hosts in the environment, and the variable for messages."""
     if "NNODES" in env:
         return _number(env, "NNODES", least=1), f"NNODES={env['NNODES']}"
@@ -128,19 +128,19 @@ def _count(env: Mapping[str, str]) -> tuple[int, str]:
     for name in DETECTED:
         if name in env and (count := _number(env, name, least=1)) > 1:
             return count, f"{name}={count}"
-    if (pod := len(env.get(POD, "").split(","))) > 1:
-        return pod, f"{POD} of {pod} hosts"
+    if (pod_hosts := len(env.get(POD, "").split(","))) > 1:
+        return pod_hosts, f"{POD} of {pod_hosts} hosts"
     return 1, ""
 
 
-def _rank(env: Mapping[str, str]) -> int | None:
+def _host_rank(env: Mapping[str, str]) -> int | None:
     for name in ("NODE_RANK", "GROUP_RANK", "RANK"):  # the last two are torchrun's
         if name in env:
             return _number(env, name, least=0)
     return None
 
 
-def _address(env: Mapping[str, str]) -> str:
+def _coordinator_address(env: Mapping[str, str]) -> str:
     host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     return f"{host}:{port}" if host and port else ""
 
@@ -155,31 +155,32 @@ def _number(env: Mapping[str, str], name: str, *, least: int) -> int:
     return number
 
 
-def _known(place: HostPlace) -> dict[str, Any]:
+def _coordinator_arguments(place: HostPlace) -> dict[str, Any]:
+    """Returns the arguments of `jax.distributed.initialize` for a host with a rank."""
     return {
         "coordinator_address": place.address,
         "num_processes": place.count,
         "process_id": place.rank,
         "cluster_detection_method": "deactivate",
-        "coordinator_bind_address": _listening_at(place),
+        "coordinator_bind_address": _bind_address(place),
     }
 
 
-def _listening_at(place: HostPlace) -> str | None:
+def _bind_address(place: HostPlace) -> str | None:
     """Returns the given address as the only one to listen at; None: all addresses."""
     host, _, port = place.address.rpartition(":")
     if place.rank:
         return None
     try:
-        family, kind, _, _, at = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, socket_address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.bind(at)
+            probe.bind(socket_address)
     except OSError as e:  # behind address translation, or a name that is not resolvable here yet
         warning = f"{host} is not an address of host 0 itself ({e.strerror}): it listens at all of its addresses"
         print(f"warning: {warning}; keep other networks from port {port}", file=sys.stderr, flush=True)
         return None
-    if ipaddress.ip_address(str(at[0]).partition("%")[0]).is_loopback and not _names_loopback(host):
-        warning = f"{host} is {at[0]} here, as in /etc/hosts of Debian, where no other host can reach it"
+    if ipaddress.ip_address(str(socket_address[0]).partition("%")[0]).is_loopback and not _names_loopback(host):
+        warning = f"{host} is {socket_address[0]} here, as in /etc/hosts of Debian, where no other host can reach it"
         print(f"warning: {warning}: it listens at all of its addresses; give host 0's own", file=sys.stderr, flush=True)
         return None
     return place.address
@@ -197,7 +198,7 @@ def _await_coordinator(address: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            _knock(address)
+            _try_connect(address)
             return
         except OSError as e:
             if time.monotonic() > deadline:
@@ -208,48 +209,49 @@ def _await_coordinator(address: str, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _knock(address: str) -> None:
+def _try_connect(address: str) -> None:
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
 
 
-class _Aborting:
+class _AbortMessage:
     """Prints a message when XLA aborts a process whose coordinator is gone, which Python cannot catch.
 
     Called from C in the aborting thread, without Python locks.
     """
 
-    def __init__(self, status: int, why: str) -> None:
-        self._status, self._why, self._coordinator = status, why, ""
+    def __init__(self, status: int, message: str) -> None:
+        self._status, self._message, self._coordinator = status, message, ""
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
-        self._handler = handler(self._say)  # must live as long as the process
+        self._handler = handler(self._on_abort)  # must live as long as the process
         libc = ctypes.CDLL(None)
         libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, handler], ctypes.c_void_p
         libc.signal(signal.SIGABRT, self._handler)
-        _KEPT.append(self)
+        _ABORT_MESSAGES.append(self)
 
     def explain(self, coordinator: str) -> None:
         """Attributes later aborts to the loss of `coordinator`, or to a crash."""
         self._coordinator = coordinator
 
-    def _say(self, _: int) -> None:
+    def _on_abort(self, _: int) -> None:
+        """Prints the message and ends the process; returns for a crash that is not the coordinator's loss."""
         if self._coordinator:
             try:
-                _knock(self._coordinator)
+                _try_connect(self._coordinator)
                 signal.signal(signal.SIGABRT, signal.SIG_DFL)
                 return  # a crash like any other
             except OSError:
                 self._status = LOST
-                self._why = f"host 0 is lost, which coordinates the run; {RESUMES}"
+                self._message = f"host 0 is lost, which coordinates the run; {RESUMES}"
             except ValueError:  # only the main thread may set a handler; its own abort proceeds anyway
                 return
-        _end(self._status, self._why)
+        _exit(self._status, self._message)
 
 
-_KEPT: list[_Aborting] = []
+_ABORT_MESSAGES: list[_AbortMessage] = []
 
 
-def _end(status: int, why: str) -> None:
+def _exit(status: int, message: str) -> None:
     sys.stdout.flush()
-    os.write(2, f"error: {why}\n".encode())
+    os.write(2, f"error: {message}\n".encode())
     os._exit(status)

@@ -18,7 +18,7 @@ import jax
 
 from jppo.forecast import hlo, program_costs, schedule
 from jppo.forecast.machines import HOST, Gpu, Machine, Tpu
-from jppo.forecast.schedule import Collective, Kernel, Step, crossings, run_schedule, schedule_of
+from jppo.forecast.schedule import Collective, Kernel, Step, count_crossings, run_schedule, schedule_of
 
 PARTITIONER = "Involuntary full rematerialization"
 # XLA logs these on any host without a GPU, or of a program that does not fit, as the account already does.
@@ -45,11 +45,10 @@ class Account:
 
     @property
     def total_flops(self) -> int:
-        """FLOP of all products."""
         return sum(self.flops.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns JSON types, without the schedule; collectives are summed by kind and axes."""
+        """Returns the account as JSON types, without the schedule; collectives are summed by kind and axes."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "schedule"}
         rows = schedule.totals(self.collectives)
         fields["collectives"] = [
@@ -66,21 +65,21 @@ class Account:
         return fields | {name: list(fields[name]) for name in ("warnings", "unknown_loops")}
 
 
-def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Account:
-    """Compiles a lowered program and takes its account; `sizes` are its mesh axes, in the mesh's order.
+def account_of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Account:
+    """Compiles a lowered program and returns its account; `sizes` are its mesh axes, in the mesh's order.
 
     `share` of the tokens are in the mask: that share of a loop over them runs.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     log: list[str] = []
     try:
-        with heard(log):
-            done = lowered.compile()
+        with capture_stderr(log):
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
-        return Account(compile_s=time.perf_counter() - began, error=" ".join(str(e).split("\n\n")[0].split())[:400])
-    seconds = time.perf_counter() - began
-    memory: Any = done.memory_analysis()
-    program = hlo.parse_hlo(done.as_text(), share)
+        return Account(compile_s=time.perf_counter() - start, error=" ".join(str(e).split("\n\n")[0].split())[:400])
+    seconds = time.perf_counter() - start
+    memory: Any = compiled.memory_analysis()
+    program = hlo.parse_hlo(compiled.as_text(), share)
     return Account(
         compile_s=seconds,
         arguments=memory.argument_size_in_bytes,
@@ -89,8 +88,8 @@ def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Ac
         code=memory.generated_code_size_in_bytes,
         flops=program_costs.flops(program),
         hbm=sum(
-            times * program_costs.bytes_moved(program, place, instruction)
-            for place, instruction, times in program.executed()
+            times * program_costs.bytes_moved(program, position, instruction)
+            for position, instruction, times in program.executed()
         ),
         kernels=program_costs.kernels(program),
         collectives=tuple(schedule.find_collectives(program, sizes)),
@@ -101,29 +100,29 @@ def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Ac
 
 
 @contextlib.contextmanager
-def heard(lines: list[str]) -> Iterator[None]:
-    """Captures XLA's stderr in `lines`, then passes on all but the partitioner's warnings."""
+def capture_stderr(lines: list[str]) -> Iterator[None]:
+    """Appends XLA's stderr to `lines`, then passes on all but the partitioner's warnings and known noise."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    stderr_copy = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         try:
             yield
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr_copy, 2)
+            os.close(stderr_copy)
             file.seek(0)
             lines += file.read().decode(errors="replace").splitlines()
-            rest = [line for line in lines if not any(word in line for word in (PARTITIONER, *NOISE))]
-            if rest:
-                os.write(2, ("\n".join(rest) + "\n").encode())
+            passed_on = [line for line in lines if not any(word in line for word in (PARTITIONER, *NOISE))]
+            if passed_on:
+                os.write(2, ("\n".join(passed_on) + "\n").encode())
 
 
 def _operation(warning: str) -> str:
-    """Returns the operation of a partitioner's warning, with its source."""
-    named = re.search(r"for HLO operation %?([\w.\-]+) = (\S+?)\{", warning)
+    """Extracts the operation and its source from a partitioner's warning."""
+    match = re.search(r"for HLO operation %?([\w.\-]+) = (\S+?)\{", warning)
     source = re.search(r'op_name="([^"]+)"', warning)
-    operation = f"{named[1]} {named[2]}" if named else warning[:120]
+    operation = f"{match[1]} {match[2]}" if match else warning[:120]
     return f"{re.sub(r'[.][0-9]+', '', operation)} ({source[1]})" if source else re.sub(r"[.][0-9]+", "", operation)
 
 
@@ -139,7 +138,6 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """All together."""
         return self.compute + self.hbm + self.links
 
     @property
@@ -148,82 +146,82 @@ class Forecast:
         return max(("compute", "hbm", "links"), key=lambda name: getattr(self, name))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns JSON types."""
         return dataclasses.asdict(self) | {"seconds": self.seconds, "bound": self.bound}
 
 
-def of_account(account: Account, machine: Machine, mesh: Any, useful: int = 0) -> Forecast:
-    """Forecasts one execution; `useful` FLOP are the model's on all devices, without recomputation."""
+def forecast_account(account: Account, machine: Machine, mesh: Any, useful: int = 0) -> Forecast:
+    """Forecasts the seconds of one execution; `useful` are the model's FLOP, without recomputation."""
     chip, devices = machine.chip, list(mesh.devices.flat)
-    shares, whole = chip.shares, chip.shares["program"].value
+    shares, program_share = chip.shares, chip.shares["program"].value
 
-    def kernel(step: Kernel) -> tuple[float, float]:
+    def kernel_times(step: Kernel) -> tuple[float, float]:
         products = sum(count / chip.peak(dtype) for dtype, count in step.flops)
-        return products / shares[step.kind].value / whole, step.bytes / chip.hbm / shares["memory"].value / whole
+        memory = step.bytes / chip.hbm / shares["memory"].value
+        return products / shares[step.kind].value / program_share, memory / program_share
 
-    def exchange(collective: Collective) -> float:
+    def exchange_time(collective: Collective) -> float:
         return seconds_of(collective, machine, devices, reached=True)
 
-    clock = run_schedule(account.schedule, kernel, exchange)
-    streamed = account.hbm / chip.hbm / shares["memory"].value  # copies beside the kernels share the memory's rate
-    longest = max(
+    clock = run_schedule(account.schedule, kernel_times, exchange_time)
+    memory_s = account.hbm / chip.hbm / shares["memory"].value  # copies beside the kernels share the memory's rate
+    bound_s = max(
         sum(count / chip.peak(dtype) for dtype, count in account.flops.items()),
         account.hbm / chip.hbm,
         sum(collective.times * seconds_of(collective, machine, devices) for collective in account.collectives),
     )
-    needed = useful / machine.devices / chip.peak("bfloat16")
+    useful_s = useful / machine.devices / chip.peak("bfloat16")
     return Forecast(
         compute=clock.compute,
-        hbm=max(clock.memory, streamed - clock.compute),
+        hbm=max(clock.memory, memory_s - clock.compute),
         links=clock.waited,
-        sent=sum(collective.times * exchange(collective) for collective in account.collectives),
-        mfu=needed / longest if useful and longest else None,
+        sent=sum(collective.times * exchange_time(collective) for collective in account.collectives),
+        mfu=useful_s / bound_s if useful and bound_s else None,
     )
 
 
 def seconds_of(collective: Collective, machine: Machine, devices: Sequence[Any], *, reached: bool = False) -> float:
     """Returns seconds of one execution of a collective at the vendor's rates, or at the shares that are reached."""
     chip = machine.chip
-    members, groups = crossings(collective.groups, [_group(device, chip) for device in devices])
-    near = members // groups  # members of a group in one host, or slice
-    link = chip.link if isinstance(chip, Gpu) else _torus(collective, machine, devices)
+    members, groups = count_crossings(collective.groups, [_group_of(device, chip) for device in devices])
+    members_inside = members // groups  # members of a group in one host, or slice
+    link = chip.link if isinstance(chip, Gpu) else _torus_rate(collective, machine, devices)
     network = chip.network
     if reached:
         link, network = link * chip.shares["link"].value, network * chip.shares["network"].value
     if collective.kind == "collective-permute":
         return collective.bytes / (network if groups > 1 else link)
     if collective.kind in ("all-to-all", "ragged-all-to-all"):
-        inside = collective.bytes * (near - 1) / members / link
+        inside_s = collective.bytes * (members_inside - 1) / members / link
         if isinstance(chip, Tpu):  # each ring hop carries it: a quarter of gathering all of it
-            inside = collective.bytes * near / 4 / link
-        return max(inside, collective.bytes * (members - near) / members / network)
+            inside_s = collective.bytes * members_inside / 4 / link
+        return max(inside_s, collective.bytes * (members - members_inside) / members / network)
     passes = 2 if collective.kind == "all-reduce" else 1
-    inside = collective.bytes * (near - 1) / near / link
-    across = collective.bytes * (groups - 1) / groups / near / network
-    return passes * max(inside, across)
+    inside_s = collective.bytes * (members_inside - 1) / members_inside / link
+    across_s = collective.bytes * (groups - 1) / groups / members_inside / network
+    return passes * max(inside_s, across_s)
 
 
-def _group(device: Any, chip: Any) -> int:
-    """Returns the host of a GPU or the slice of a TPU."""
+def _group_of(device: Any, chip: Any) -> int:
+    """Returns the host of a GPU or the slice of a TPU, by number."""
     if isinstance(chip, Gpu):
         return int(device.process_index)
     return int(getattr(device, "slice_index", None) or 0)
 
 
-def _torus(collective: Collective, machine: Machine, devices: Sequence[Any]) -> float:
-    """Returns bytes/s into a chip along the torus axes of a group; both ways on a closed axis."""
+def _torus_rate(collective: Collective, machine: Machine, devices: Sequence[Any]) -> float:
+    """Returns the bytes/s into a TPU chip along the torus axes that a collective uses."""
     assert isinstance(machine.chip, Tpu)
     group = max(collective.groups, key=len)
-    places = [tuple(devices[i].coords) for i in group]
+    coordinates = [tuple(devices[i].coords) for i in group]
     rate = 0.0
     for axis, size in enumerate(machine.shape):
-        if len({place[axis] for place in places}) > 1:
+        if len({coordinate[axis] for coordinate in coordinates}) > 1:
             rate += machine.chip.link * (2 if size % machine.chip.wrapped == 0 else 1)
     return rate or machine.chip.link
 
 
 def rates(machine: Machine) -> list[str]:
-    """Formats the assumed rates."""
+    """Formats the rates that forecasts assume, with their sources."""
     chip = machine.chip
     near, far = ("NVLink or PCIe", "between hosts") if isinstance(chip, Gpu) else ("ICI, an axis", "between slices")
     lines = [

@@ -26,18 +26,18 @@ PACKAGES = {
     "gpu": ("jax-cuda13-plugin=={jax}", "jax-cuda13-pjrt=={jax}", f"nvidia-cudnn-cu13=={CUDNN}"),
     "tpu": ("libtpu",),
 }
-MARK = "JPPO_COMPILES_FOR"  # environment variable of such a process: its platform
+PLATFORM_VARIABLE = "JPPO_COMPILES_FOR"  # environment variable of such a process: its platform
 
 
 def compiler_folder(platform: str) -> pathlib.Path:
-    """Returns the folder of a platform's compiler."""
+    """Returns the folder in which a platform's compiler is installed."""
     root = pathlib.Path(__file__).resolve().parents[2]
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
     return (root / ".targets" if (root / "pyproject.toml").is_file() else cache / "jppo/compilers") / platform
 
 
 def requirements(platform: str) -> list[str]:
-    """Returns pip's requirements: the packages for this version of JAX, with its own bounds."""
+    """Returns pip's requirements of a platform's compiler for this version of JAX."""
     bounds = {}
     for line in importlib.metadata.requires("jax") or ():
         name, _, rest = line.partition(";")[0].strip().partition("=")
@@ -48,39 +48,39 @@ def requirements(platform: str) -> list[str]:
 
 def install_compiler(platform: str) -> None:
     """Installs the compiler with pip, without its dependencies: the driver and the kernels. Replaces another one."""
-    where = compiler_folder(platform)
-    new = where.with_name(f"{platform}.new")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(new)]
+    folder = compiler_folder(platform)
+    new_folder = folder.with_name(f"{platform}.new")
+    shutil.rmtree(new_folder, ignore_errors=True)
+    new_folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(new_folder)]
     subprocess.run([*command, *requirements(platform)], check=True)
-    shutil.rmtree(where, ignore_errors=True)
-    new.rename(where)
-    (where / READY).write_text(_installed(platform))
-    print(f"the compiler is in {where}")
+    shutil.rmtree(folder, ignore_errors=True)
+    new_folder.rename(folder)
+    (folder / READY).write_text(_version_text(platform))
+    print(f"the compiler is in {folder}")
 
 
-def _installed(platform: str) -> str:
+def _version_text(platform: str) -> str:
     """Returns the versions of an installed compiler, as its folder states them."""
     return f"{jax.__version__}\n" + (f"cuDNN {CUDNN}\n" if platform == "gpu" else "")
 
 
 def require_compiler(machine: Machine) -> dict[str, str]:
     """Returns the environment of a process that compiles for the machine; raises UserError with the install command."""
-    platform, where = machine.chip.platform, compiler_folder(machine.chip.platform)
-    ready = where / READY
-    if not ready.is_file() or ready.read_text() != _installed(platform):
-        wanted = " and ".join(["JAX " + jax.__version__, *([f"cuDNN {CUDNN}"] if platform == "gpu" else [])])
+    platform, folder = machine.chip.platform, compiler_folder(machine.chip.platform)
+    ready = folder / READY
+    if not ready.is_file() or ready.read_text() != _version_text(platform):
+        versions = " and ".join(["JAX " + jax.__version__, *([f"cuDNN {CUDNN}"] if platform == "gpu" else [])])
         raise UserError(
-            f"--machine={machine.name}: XLA's compiler for {platform.upper()}s with {wanted} is not"
-            f" installed in {where}; run: make target-{platform} (without a checkout: python -m jppo.forecast.compilers"
-            f" {platform})"
+            f"--machine={machine.name}: XLA's compiler for {platform.upper()}s with {versions} is not"
+            f" installed in {folder}; run: make target-{platform} (without a checkout: python -m"
+            f" jppo.forecast.compilers {platform})"
         )
-    roots = [str(where), os.environ.get("PYTHONPATH", "")]
+    python_paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, roots)),
+        "PYTHONPATH": os.pathsep.join(filter(None, python_paths)),
         "JAX_PLATFORMS": "cpu",
-        MARK: platform,
+        PLATFORM_VARIABLE: platform,
     }
     if isinstance(machine.chip, Tpu):
         kind = {"v5e": "v5litepod"}.get(machine.chip.topology, machine.chip.topology)
@@ -94,9 +94,9 @@ def require_compiler(machine: Machine) -> dict[str, str]:
     return environment
 
 
-def present(machine: Machine) -> bool:
-    """Whether this process has the environment of `require`."""
-    return os.environ.get(MARK) == machine.chip.platform
+def is_present(machine: Machine) -> bool:
+    """Whether this process has the environment of `require_compiler`."""
+    return os.environ.get(PLATFORM_VARIABLE) == machine.chip.platform
 
 
 def rerun(machine: Machine, command: str, argv: Sequence[str]) -> NoReturn:
@@ -121,30 +121,27 @@ def rerun(machine: Machine, command: str, argv: Sequence[str]) -> NoReturn:
 
 
 def devices_of(machine: Machine) -> list[Any]:
-    """Returns the machine's devices, for meshes and shapes; raises UserError if its compiler does not know it.
-
-    They hold no arrays.
-    """
+    """Returns the machine's devices, which hold no arrays; UserError if its compiler does not know the machine."""
     from jax.experimental import topologies
 
     jax.config.update("jax_enable_compilation_cache", False)  # reads no program without its device
     chip = machine.chip
-    more: dict[str, Any]
+    options: dict[str, Any]
     if isinstance(chip, Gpu):
         name, platform = "", "cuda"
-        more = dict(target_config=target_config(chip, CUDNN), topology=f"1x{machine.groups}x{machine.each}")
+        options = dict(target_config=target_config(chip, CUDNN), topology=f"1x{machine.groups}x{machine.each}")
     else:
         assert isinstance(chip, Tpu)
         # Most TPU compile time is a search for fast code, which changes neither memory nor exchanges.
         jax.config.update("jax_exec_time_optimization_effort", -1.0)
         name, platform = f"{chip.topology}:{'x'.join(map(str, machine.shape))}", "tpu"
-        more = {"num_slices": machine.groups} if machine.groups > 1 else {}
+        options = {"num_slices": machine.groups} if machine.groups > 1 else {}
         if chip.kind == "TPU v4":  # two cores are one device, as on real ones
-            more["chip_config_name"] = "megacore"
+            options["chip_config_name"] = "megacore"
         if machine.each < 4:
-            more["chips_per_host_bounds"] = (1, 1, 1)
+            options["chips_per_host_bounds"] = (1, 1, 1)
     try:
-        return list(topologies.get_topology_desc(name, platform, **more).devices)
+        return list(topologies.get_topology_desc(name, platform, **options).devices)
     except jax.errors.JaxRuntimeError as e:
         raise UserError(f"--machine={machine.name}: its compiler says: {' '.join(str(e).split())[:300]}") from e
 

@@ -36,12 +36,10 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the array."""
         return -(-self.elements * BITS[self.dtype] // 8)
 
 
@@ -59,20 +57,20 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Computations that it names."""
+        """Names of the computations that the instruction calls."""
         names = _CALLED.findall(self.attributes)
         for group in _CALLED_LISTS.findall(self.attributes):
             names += re.findall(r"%?([\w.\-]+)", group)
         return tuple(names)
 
     def attribute(self, pattern: str) -> str | None:
-        """Returns a pattern's first group in the attributes."""
+        """Returns the first group of a pattern's match in the attributes; None without a match."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
     @property
     def source(self) -> str:
-        """The traced program's operation."""
+        """The operation of the traced program that it comes from; '' if unknown."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
 
@@ -86,7 +84,7 @@ class HloProgram:
 
     def executed(self) -> Iterator[tuple[str, Instruction, int]]:
         """Yields (computation, instruction, executions) outside of fusions, from the entry on, loops included."""
-        for name, times in self._times().items():
+        for name, times in self._execution_counts().items():
             for instruction in self.computations[name].values():
                 yield name, instruction, times
 
@@ -95,38 +93,38 @@ class HloProgram:
         for name in instruction.called:
             for inner in self.computations.get(name, {}).values():
                 yield inner
-                if inner.opcode in WRAPS:
+                if inner.opcode in WRAPPERS:
                     yield from self.inside(inner)
 
     def shapes_of(self, computation: str, instruction: Instruction) -> list[tuple[Shape, ...]]:
         """Returns the shapes of an instruction's operands."""
-        here = self.computations[computation]
-        return [here[name].shapes if name in here else () for name in instruction.operands]
+        instructions = self.computations[computation]
+        return [instructions[name].shapes if name in instructions else () for name in instruction.operands]
 
     def unknown_loops(self) -> list[str]:
         """Returns the loops without a known trip count; they count once."""
         return [loop.name for _, loop, _ in self.executed() if loop.opcode == "while" and self.trips(loop) is None]
 
     def trips(self, loop: Instruction) -> int | None:
-        """Returns a loop's trip count: from XLA or its condition, else from the array that it slices."""
-        stated = loop.attribute(r'known_trip_count":\{"n":"(\d+)"')
-        if stated is not None:
-            return int(stated)
+        """Returns how often a loop runs: by XLA, by its condition, or by the array that it slices; None if unknown."""
+        known_count = loop.attribute(r'known_trip_count":\{"n":"(\d+)"')
+        if known_count is not None:
+            return int(known_count)
         condition, body = (loop.attribute(rf"{name}=%?([\w.\-]+)") for name in ("condition", "body"))
-        count = None if condition is None else self._bound(condition)
-        if count is None and body is not None and (longest := self._sliced(body)) is not None:
+        count = None if condition is None else self._loop_bound(condition)
+        if count is None and body is not None and (longest := self._sliced_length(body)) is not None:
             count = math.ceil(self.share * longest)
         return count
 
-    def _sliced(self, body: str) -> int | None:
-        """Returns N where each iteration slices an s32 [N, ...], as the loop over a mask's tokens does."""
+    def _sliced_length(self, body: str) -> int | None:
+        """Returns N where each iteration slices an s32 [N, ...], as the loop over a mask's tokens does; else None."""
         lengths = set()
         for name, lines in self._with_fusions(body):
             for line in lines.values():
                 if line.opcode == "dynamic-slice" and line.shapes[0].dtype == "s32":
-                    whole, part = self.shapes_of(name, line)[0][0].dims, line.shapes[0].dims
-                    if len(whole) > 1 and part[0] == 1 and part[1:] == whole[1:]:
-                        lengths.add(whole[0])
+                    array_dims, slice_dims = self.shapes_of(name, line)[0][0].dims, line.shapes[0].dims
+                    if len(array_dims) > 1 and slice_dims[0] == 1 and slice_dims[1:] == array_dims[1:]:
+                        lengths.add(array_dims[0])
         return lengths.pop() if len(lengths) == 1 else None
 
     def _with_fusions(self, name: str) -> Iterator[tuple[str, dict[str, Instruction]]]:
@@ -134,100 +132,102 @@ class HloProgram:
         lines = self.computations.get(name, {})
         yield name, lines
         for line in lines.values():
-            for inner in line.called if line.opcode in WRAPS else ():
+            for inner in line.called if line.opcode in WRAPPERS else ():
                 yield from self._with_fusions(inner)
 
-    def _bound(self, condition: str) -> int | None:
-        """Returns N of a condition's only comparison, `i < N`; the index of such a loop begins at 0."""
+    def _loop_bound(self, condition: str) -> int | None:
+        """Returns the N of a loop's condition `i < N`, where i begins at 0; None for another condition."""
         lines = list(self.computations.get(condition, {}).values())
-        every = [*lines, *(inner for line in lines if line.opcode in WRAPS for inner in self.inside(line))]
-        limits = {int(v) for line in every if line.opcode == "constant" and (v := line.attribute(r"^(\d+)\)"))}
-        compared = [line for line in every if line.opcode == "compare"]
-        if len(compared) == 1 and len(limits) == 1 and "direction=LT" in compared[0].attributes:
+        nested = [*lines, *(inner for line in lines if line.opcode in WRAPPERS for inner in self.inside(line))]
+        limits = {int(v) for line in nested if line.opcode == "constant" and (v := line.attribute(r"^(\d+)\)"))}
+        comparisons = [line for line in nested if line.opcode == "compare"]
+        if len(comparisons) == 1 and len(limits) == 1 and "direction=LT" in comparisons[0].attributes:
             return limits.pop()
         return None
 
-    def _times(self) -> dict[str, int]:
-        """Counts the executions of each computation outside of fusions."""
+    def _execution_counts(self) -> dict[str, int]:
+        """Counts the executions of each computation outside of fusions, with loops multiplied out."""
         times: collections.Counter[str] = collections.Counter()
 
-        def visit(name: str, count: int) -> None:
+        def add_executions(name: str, count: int) -> None:
             times[name] += count
             for instruction in self.computations[name].values():
                 if instruction.opcode == "while":
                     body = instruction.attribute(r"body=%?([\w.\-]+)")
                     if body in self.computations:
-                        visit(body, count * (self.trips(instruction) or 1))
+                        add_executions(body, count * (self.trips(instruction) or 1))
                 elif instruction.opcode in ("call", "conditional"):
                     for inner in instruction.called:  # all branches of a conditional count: an upper bound
                         if inner in self.computations:
-                            visit(inner, count)
+                            add_executions(inner, count)
 
-        visit(self.entry, 1)
+        add_executions(self.entry, 1)
         return dict(times)
 
 
-WRAPS = ("fusion", "async-start", "call")
+WRAPPERS = ("fusion", "async-start", "call")
 
 
 def parse_hlo(text: str, share: float = 1.0) -> HloProgram:
-    """Parses a module's text; raises ValueError if it has no entry."""
+    """Parses the HLO text of a module; ValueError if it has no entry."""
     computations: dict[str, dict[str, Instruction]] = {}
-    here: dict[str, Instruction] | None = None
+    computation: dict[str, Instruction] | None = None
     entry = None
     for line in text.splitlines():
         if line[:1] not in (" ", "}", ""):
             head = _HEAD.match(line)
             if head and "=" not in line.split("(")[0]:
-                here = computations[head[2]] = {}
+                computation = computations[head[2]] = {}
                 entry = head[2] if head[1] else entry
             continue
-        if here is not None and (instruction := _instruction(line)) is not None:
-            here[instruction.name] = instruction
+        if computation is not None and (instruction := _parse_instruction(line)) is not None:
+            computation[instruction.name] = instruction
     if entry is None:
         raise ValueError(f"no ENTRY in {len(text)} characters of HLO")
     return HloProgram(entry, computations, share)
 
 
-def _instruction(line: str) -> Instruction | None:
+def _parse_instruction(line: str) -> Instruction | None:
+    """Parses a line `%name = shapes opcode(operands), attributes`; None for another line."""
     name = _NAME.match(line)
     if name is None:
         return None
     rest = line[name.end() :]
-    end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
+    end = _closing_end(rest, 0) if rest.startswith("(") else rest.find(" ")
     result, rest = rest[:end], rest[end:]
     opcode = _OPCODE.match(rest)
     if opcode is None:
         return None
-    first = result[1 : _closing(result, 1)] if result.startswith("((") else ""
-    until = _closing(rest, opcode.end() - 1) - 1
-    inner = rest[opcode.end() : until]
+    first_part = result[1 : _closing_end(result, 1)] if result.startswith("((") else ""
+    operands_end = _closing_end(rest, opcode.end() - 1) - 1
+    operand_text = rest[opcode.end() : operands_end]
     if opcode[1] == "constant":
         operands, attributes = [], rest[opcode.end() :]  # a literal first
     else:
-        operands, attributes = re.findall(r"%([\w.\-]+)", inner), rest[until + 1 :]
+        operands, attributes = re.findall(r"%([\w.\-]+)", operand_text), rest[operands_end + 1 :]
     return Instruction(
         name=name[2],
         opcode=opcode[1],
-        shapes=tuple(_shapes(result)),
+        shapes=tuple(_parse_shapes(result)),
         operands=tuple(operands),
-        attributes=attributes if opcode[1] != "parameter" else inner + attributes,
+        attributes=attributes if opcode[1] != "parameter" else operand_text + attributes,
         root=bool(name[1]),
-        nested=len(list(_shapes(first))),
+        nested=len(list(_parse_shapes(first_part))),
     )
 
 
-def _closing(text: str, at: int) -> int:
-    """Returns the end of the parenthesis that opens at `at`."""
+def _closing_end(text: str, start: int) -> int:
+    """Returns the end of the parenthesis that opens at `start`."""
     depth = 0
-    for parenthesis in re.finditer(r"[()]", text[at:]):
+    for parenthesis in re.finditer(r"[()]", text[start:]):
         depth += 1 if parenthesis[0] == "(" else -1
         if depth == 0:
-            return at + parenthesis.end()
+            return start + parenthesis.end()
     return len(text)
 
 
-def _shapes(text: str) -> Iterator[Shape]:
+def _parse_shapes(text: str) -> Iterator[Shape]:
+    """Yields the arrays in a text such as `(f32[2,3]{1,0}, s32[])`."""
     for dtype, dims, layout in _SHAPE.findall(text):
         if dtype in BITS:
             space = re.search(r"S\((\d+)\)", layout)

@@ -139,9 +139,9 @@ _BOOK = "Google's TPU pages and 'How to Scale Your Model' (jax-ml.github.io/scal
 _PCIE = "NVIDIA's data sheet; PCIe 4.0 x16; network: 100 Gb/s a host, assumed"
 
 
-def _gpu(kind: str, total: int, hbm: float, link: float, network: float, source: str, **more: object) -> Gpu:
+def _gpu(kind: str, total: int, hbm: float, link: float, network: float, source: str, **figures: object) -> Gpu:
     # By default JAX's allocator takes three quarters of a GPU; next to servers the share differs.
-    return Gpu(kind, "gpu", total, hbm, link, network, source, total=total, **more)  # type: ignore[arg-type]
+    return Gpu(kind, "gpu", total, hbm, link, network, source, total=total, **figures)  # type: ignore[arg-type]
 
 
 _HOPPER = dict(generation="hopper", capability=(9, 0), cores=132, clock_ghz=1.98, l2=50 * 2**20, shared=233472)
@@ -194,15 +194,14 @@ class Machine:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return self.groups * self.each
 
     def __str__(self) -> str:
         return f"{self.name}: {self.devices} x {self.chip.kind}"
 
 
-def known() -> str:
-    """Returns example names, for errors and --help."""
+def known_names() -> str:
+    """Returns examples of machines' names, for errors and --help."""
     gpus = ", ".join(GPUS)
     return (
         f"{gpus} (8xH100: a host of eight, 4x8xH100: four hosts), v4-8, v5e-16, v5p-64, v6e-8 (2xv6e-256: two slices)"
@@ -214,24 +213,24 @@ def parse_machine(name: str) -> Machine:
     match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w\-]*)", name.strip())
     counts = [int(n) for n in match.groups()[:2] if n] if match else []
     if match is None or 0 in counts:
-        raise UserError(f"--machine={name}: no such machine; known are {known()}")
+        raise UserError(f"--machine={name}: no such machine; known are {known_names()}")
     chip = next((gpu for label, gpu in GPUS.items() if label.lower() == match[3].lower()), None)
     if chip is not None:
         hosts, gpus = ([1, 1] + counts)[-2:] if len(counts) > 1 else (1, counts[0] if counts else 1)
         return Machine(name, chip, hosts, gpus)
     slice_ = re.fullmatch(r"(v\d+[ep]?)-(\d+)", match[3].lower().replace("v5litepod", "v5e"))
     if slice_ is None or slice_[1] not in TPUS or len(counts) > 1:
-        raise UserError(f"--machine={name}: no such machine; known are {known()}")
+        raise UserError(f"--machine={name}: no such machine; known are {known_names()}")
     tpu, size = TPUS[slice_[1]], int(slice_[2])
-    shape = _torus(tpu, size)
+    shape = _slice_shape(tpu, size)
     if shape is None:
-        sizes = ", ".join(f"{slice_[1]}-{n}" for n in range(1, 513) if _torus(tpu, n) is not None)
+        sizes = ", ".join(f"{slice_[1]}-{n}" for n in range(1, 513) if _slice_shape(tpu, n) is not None)
         raise UserError(f"--machine={name}: no slice has that size; there are {sizes}")
     return Machine(name, tpu, counts[0] if counts else 1, math.prod(shape), shape)
 
 
-def _torus(tpu: Tpu, size: int) -> tuple[int, ...] | None:
-    """Returns a slice's shape by the number in its name; None if that size does not exist."""
+def _slice_shape(tpu: Tpu, size: int) -> tuple[int, ...] | None:
+    """Returns the torus shape of a TPU slice by the number in its name; None if that size does not exist."""
     if tpu.dimensions == 2:
         return _FLAT.get(size)
     if size % (4 * tpu.cores) or size > 1024 * tpu.cores:  # at least a host, 2x2x1

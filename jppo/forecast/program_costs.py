@@ -16,7 +16,7 @@ ATTENTION |= {"mha_backward": (7, -3)}
 FLOATS = ("bf16", "f16", "f32")
 
 # Instructions that move nothing, or are counted elsewhere.
-FREE = {
+MOVES_NOTHING = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
     "add-dependency", "partition-id", "replica-id", "opt-barrier", "iota", "domain", "get-dimension-size",
 }  # fmt: skip
@@ -27,23 +27,23 @@ Operands = list[tuple[Shape, ...]]
 
 
 def flops(program: HloProgram) -> dict[str, int]:
-    """Counts FLOP of one execution by factor dtype: float32 if either is."""
+    """Counts the FLOP of one execution by the dtype of the factors: float32 if either is."""
     counts: collections.Counter[str] = collections.Counter()
-    for place, instruction, times in program.executed():
-        for dtype, flop in flops_of(program, place, instruction)[0].items():
+    for computation, instruction, times in program.executed():
+        for dtype, flop in flops_of(program, computation, instruction)[0].items():
             counts[dtype] += times * flop
     return dict(counts)
 
 
 def flops_of(program: HloProgram, computation: str, instruction: Instruction) -> tuple[dict[str, int], bool]:
-    """Counts FLOP of one execution of an instruction by factor dtype, fused ones too; and whether it is attention."""
+    """Counts an instruction's FLOP by factor dtype, fused ones too; and whether it is attention."""
     counts: collections.Counter[str] = collections.Counter()
     attends = False
-    for place, line in [(computation, instruction), *_fused(program, instruction)]:
-        operands = program.shapes_of(place, line)
+    for inner_computation, line in [(computation, instruction), *_fused(program, instruction)]:
+        operands = program.shapes_of(inner_computation, line)
         if flop := instruction_flops(line, operands):
-            wide = any(shape.dtype in ("f32", "f64") for shapes in operands[:2] for shape in shapes)
-            counts["float32" if wide else "bfloat16"] += flop
+            is_float32 = any(shape.dtype in ("f32", "f64") for shapes in operands[:2] for shape in shapes)
+            counts["float32" if is_float32 else "bfloat16"] += flop
             attends |= (kernel_of(line) or "").startswith(("__cudnn$fmha", *ATTENTION))
     return dict(counts), attends
 
@@ -51,13 +51,13 @@ def flops_of(program: HloProgram, computation: str, instruction: Instruction) ->
 def kernels(program: HloProgram) -> dict[str, int]:
     """Counts the calls of each custom kernel."""
     calls: collections.Counter[str] = collections.Counter()
-    for _, line, times in _lines(program):
+    for _, line, times in _executed_lines(program):
         if (name := kernel_of(line)) is not None:
             calls[name] += times
     return dict(calls)
 
 
-def _lines(program: HloProgram) -> Iterator[tuple[str, Instruction, int]]:
+def _executed_lines(program: HloProgram) -> Iterator[tuple[str, Instruction, int]]:
     """Yields (computation, instruction, executions), fused ones too."""
     for computation, instruction, times in program.executed():
         yield computation, instruction, times
@@ -65,7 +65,7 @@ def _lines(program: HloProgram) -> Iterator[tuple[str, Instruction, int]]:
 
 
 def _fused(program: HloProgram, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
-    """Yields (computation, instruction) for all that a fusion holds."""
+    """Yields (computation, instruction) for all instructions inside a fusion."""
     for name in instruction.called if instruction.opcode in FUSIONS else ():
         for line in program.computations.get(name, {}).values():
             yield name, line
@@ -75,11 +75,11 @@ def _fused(program: HloProgram, instruction: Instruction) -> Iterator[tuple[str,
 def instruction_flops(instruction: Instruction, operands: Operands) -> int:
     """Counts FLOP of one execution, two per multiply-add; 0 if it is no product."""
     if instruction.opcode == "dot":
-        return _dot(instruction, operands)
+        return _dot_flops(instruction, operands)
     if instruction.opcode == "convolution":
-        return _convolution(instruction, operands)
+        return _convolution_flops(instruction, operands)
     if instruction.opcode == "custom-call":
-        return _kernel(instruction, operands)
+        return _kernel_flops(instruction, operands)
     return 0
 
 
@@ -89,20 +89,21 @@ def kernel_of(instruction: Instruction) -> str | None:
         return None
     target = instruction.attribute(r'custom_call_target="([^"]+)"') or ""
     if target in PALLAS:  # named after the kernel, with a number, or its call is
-        called = re.findall(r"\w+", instruction.source.removesuffix("/pallas_call").rsplit("/", 1)[-1])
+        words = re.findall(r"\w+", instruction.source.removesuffix("/pallas_call").rsplit("/", 1)[-1])
         name = re.sub(r"(\.\d+|\.clone)+$", "", instruction.name)
-        return called[-1] if called and name == "pallas_call" else name
+        return words[-1] if words and name == "pallas_call" else name
     return target if target.startswith("__") else None
 
 
-def _dot(instruction: Instruction, operands: Operands) -> int:
+def _dot_flops(instruction: Instruction, operands: Operands) -> int:
+    """Counts the FLOP of a dot: two for each element of the result and of the contracted axes."""
     contracted = [int(n) for n in re.findall(r"\d+", instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or "")]
     lhs = operands[0][0]
     return 2 * instruction.shapes[0].elements * math.prod(lhs.dims[n] for n in contracted)
 
 
-def _convolution(instruction: Instruction, operands: Operands) -> int:
-    """Counts a convolution, a TPU's matrix product: only window positions on the input count, not on padding."""
+def _convolution_flops(instruction: Instruction, operands: Operands) -> int:
+    """Counts the FLOP of a convolution, a TPU's matrix product; positions on padding do not count."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels is not None, instruction.attributes[:200]
     lhs, rhs, out = operands[0][0], operands[1][0], instruction.shapes[0]
@@ -111,7 +112,7 @@ def _convolution(instruction: Instruction, operands: Operands) -> int:
     window = instruction.attribute(r"window=\{([^}]*)\}") or ""
     pairs = 1
     for n in range(len(labels[3]) - 2):
-        pairs *= _meetings(
+        pairs *= _window_pairs(
             window, n, lhs.dims[labels[1].index(str(n))], rhs.dims[labels[2].index(str(n))],
             out.dims[labels[3].index(str(n))],
         )  # fmt: skip
@@ -119,12 +120,12 @@ def _convolution(instruction: Instruction, operands: Operands) -> int:
     return 2 * outputs * features * pairs // groups
 
 
-def _meetings(window: str, n: int, inputs: int, size: int, outputs: int) -> int:
-    """Counts pairs of an output and a window position on the input, along one spatial dimension."""
+def _window_pairs(window: str, n: int, inputs: int, size: int, outputs: int) -> int:
+    """Counts pairs of an output and a window position on the input, along spatial dimension n of a convolution."""
 
-    def part(name: str, otherwise: str) -> str:
+    def part(name: str, default: str) -> str:
         match = re.search(rf"\b{name}=([\dx_\-]+)", window)
-        return match[1].split("x")[n] if match else otherwise
+        return match[1].split("x")[n] if match else default
 
     stride, low = int(part("stride", "1")), int(part("pad", "0_0").split("_")[0])
     base, spread = int(part("lhs_dilate", "1")), int(part("rhs_dilate", "1"))
@@ -141,7 +142,7 @@ def _meetings(window: str, n: int, inputs: int, size: int, outputs: int) -> int:
     return pairs
 
 
-def _kernel(instruction: Instruction, operands: Operands) -> int:
+def _kernel_flops(instruction: Instruction, operands: Operands) -> int:
     """Counts FLOP of known kernels: cuDNN's attention, cuBLAS's products, and a kernel's own cost estimate."""
     target = instruction.attribute(r'custom_call_target="([^"]+)"') or ""
     if target.startswith("__cudnn$fmha"):
@@ -154,15 +155,15 @@ def _kernel(instruction: Instruction, operands: Operands) -> int:
     arrays = [shape for shapes in operands for shape in shapes if len(shape.dims) > 2 and shape.dtype in FLOATS]
     if products and arrays:  # all of jppo's attention is causal: half of the pairs
         queries = arrays[0]
-        alike = [s for s in instruction.shapes if s.dtype == queries.dtype and s.dims[-2:] == queries.dims[-2:]]
-        products += name.startswith("splash_mha_dkv") and len(alike) > 2  # the queries' gradient, too
+        like_queries = [s for s in instruction.shapes if s.dtype == queries.dtype and s.dims[-2:] == queries.dims[-2:]]
+        products += name.startswith("splash_mha_dkv") and len(like_queries) > 2  # the queries' gradient, too
         return products * queries.elements * queries.dims[axis]
-    stated = instruction.attribute(r'"flops":"?(\d+)')
-    return 0 if stated is None else int(stated)
+    own_estimate = instruction.attribute(r'"flops":"?(\d+)')
+    return 0 if own_estimate is None else int(own_estimate)
 
 
 def _cudnn_attention(instruction: Instruction, operands: Operands, *, backward: bool) -> int:
-    """Counts two products forward and five backward, over the pairs of a causal mask."""
+    """Counts the FLOP of cuDNN's attention: two products forward, five backward; half of them for a causal mask."""
     dimensions = instruction.attribute(r'intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
     assert dimensions is not None, instruction.attributes[:200]
     pairs = math.prod(int(n) for n in re.findall(r"\d+", dimensions))
@@ -176,78 +177,80 @@ def bytes_moved(program: HloProgram, computation: str, instruction: Instruction)
 
     A fusion reads its operands once, or only the part that it slices. Of an in-place update it writes the new part.
     """
-    if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
+    if instruction.opcode in MOVES_NOTHING or instruction.opcode.endswith("-done"):
         return 0
     operands = program.shapes_of(computation, instruction)
     if instruction.opcode in _SLICES:
-        return 2 * _main(instruction.shapes)
+        return 2 * _main_memory_bytes(instruction.shapes)
     if instruction.opcode == "dynamic-update-slice":
-        return 2 * _main(operands[1])
+        return 2 * _main_memory_bytes(operands[1])
     if (
         instruction.opcode == "fusion"
         and len(instruction.called) == 1
         and instruction.called[0] in program.computations
     ):
-        return _fusion(program, instruction, operands)
+        return _fusion_bytes(program, instruction, operands)
     if instruction.opcode.endswith("-start"):
-        return 2 * _main(instruction.shapes[instruction.nested or len(operands) :] or instruction.shapes)
-    return sum(map(_main, operands)) + _main(instruction.shapes)
+        return 2 * _main_memory_bytes(instruction.shapes[instruction.nested or len(operands) :] or instruction.shapes)
+    return sum(map(_main_memory_bytes, operands)) + _main_memory_bytes(instruction.shapes)
 
 
-def _main(shapes: tuple[Shape, ...]) -> int:
+def _main_memory_bytes(shapes: tuple[Shape, ...]) -> int:
     return sum(shape.bytes for shape in shapes if shape.space == 0)
 
 
-def _fusion(program: HloProgram, fusion: Instruction, operands: list[tuple[Shape, ...]]) -> int:
-    inner = program.computations[fusion.called[0]]
+def _fusion_bytes(program: HloProgram, fusion: Instruction, operands: list[tuple[Shape, ...]]) -> int:
+    """Counts the bytes that a fusion reads and writes."""
+    fused = program.computations[fusion.called[0]]
     users: dict[str, list[Instruction]] = {}
-    for line in inner.values():
+    for line in fused.values():
         for name in line.operands:
             users.setdefault(name, []).append(line)
-    read = 0
-    for line in inner.values():
+    bytes_read = 0
+    for line in fused.values():
         if line.opcode == "parameter":
             number = int(line.attribute(r"^(\d+)") or 0)
             if number < len(operands):
-                read += min(_main(operands[number]), _read(line, users, operands[number]))
-    return read + _written(inner, fusion)
+                operand = operands[number]
+                bytes_read += min(_main_memory_bytes(operand), _operand_bytes_read(line, users, operand))
+    return bytes_read + _fusion_bytes_written(fused, fusion)
 
 
-def _read(line: Instruction, users: dict[str, list[Instruction]], whole: tuple[Shape, ...]) -> int:
+def _operand_bytes_read(line: Instruction, users: dict[str, list[Instruction]], operand: tuple[Shape, ...]) -> int:
     """Counts bytes of an operand that a fusion reads: only slices if nothing else reads it."""
-    if any(shape.space for shape in whole):
+    if any(shape.space for shape in operand):
         return 0
     total = 0
     for user in users.get(line.name, ()):
         if user.opcode in _SLICES and user.operands[0] == line.name:
-            width = _width(whole) / max(1, _width(user.shapes))  # in the dtype of the operand
+            width = _bytes_per_element(operand) / max(1, _bytes_per_element(user.shapes))  # in the dtype of the operand
             total += int(sum(s.bytes for s in user.shapes) * width)
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == line.name:
             continue  # updated in place
         elif user.opcode in _PASSING:
-            total += _read(user, users, whole)
+            total += _operand_bytes_read(user, users, operand)
         else:
-            return sum(shape.bytes for shape in whole)
+            return sum(shape.bytes for shape in operand)
     return total
 
 
-def _width(shapes: tuple[Shape, ...]) -> float:
+def _bytes_per_element(shapes: tuple[Shape, ...]) -> float:
     elements = sum(shape.elements for shape in shapes)
     return sum(shape.bytes for shape in shapes) / elements if elements else 1
 
 
-def _written(inner: dict[str, Instruction], fusion: Instruction) -> int:
+def _fusion_bytes_written(fused: dict[str, Instruction], fusion: Instruction) -> int:
     """Counts bytes that a fusion writes: only the new part of in-place updates."""
-    root = next(line for line in inner.values() if line.root)
-    parts = [inner[name] for name in root.operands if name in inner] if root.opcode == "tuple" else [root]
+    root = next(line for line in fused.values() if line.root)
+    parts = [fused[name] for name in root.operands if name in fused] if root.opcode == "tuple" else [root]
     if len(parts) != len(fusion.shapes):
-        return _main(fusion.shapes)
+        return _main_memory_bytes(fusion.shapes)
     total = 0
     for part, shape in zip(parts, fusion.shapes, strict=True):
-        while part.opcode in _PASSING and part.operands and part.operands[0] in inner:
-            part = inner[part.operands[0]]
-        if part.opcode == "dynamic-update-slice" and part.operands[1] in inner:
-            total += min(sum(s.bytes for s in inner[part.operands[1]].shapes), shape.bytes) * (shape.space == 0)
+        while part.opcode in _PASSING and part.operands and part.operands[0] in fused:
+            part = fused[part.operands[0]]
+        if part.opcode == "dynamic-update-slice" and part.operands[1] in fused:
+            total += min(sum(s.bytes for s in fused[part.operands[1]].shapes), shape.bytes) * (shape.space == 0)
         else:
-            total += _main((shape,))
+            total += _main_memory_bytes((shape,))
     return total

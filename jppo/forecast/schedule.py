@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from jppo.forecast import program_costs
-from jppo.forecast.hlo import WRAPS, HloProgram, Instruction, Shape
+from jppo.forecast.hlo import WRAPPERS, HloProgram, Instruction, Shape
 from jppo.forecast.machines import Kind
 
 KINDS = (
@@ -37,7 +37,6 @@ class Collective:
 
     @property
     def total(self) -> int:
-        """Bytes of all executions."""
         return self.bytes * self.times
 
 
@@ -45,55 +44,55 @@ def find_collectives(program: HloProgram, sizes: dict[str, int]) -> list[Collect
     """Returns all collectives of a program, fused ones too, the largest first; `sizes` are the mesh axes."""
     collectives = []
     for computation, instruction, times in program.executed():
-        for collective in of_instruction(program, computation, instruction, sizes):
+        for collective in collectives_of(program, computation, instruction, sizes):
             collectives.append(dataclasses.replace(collective, times=times, in_loop=computation != program.entry))
     return sorted(collectives, key=lambda collective: -collective.total)
 
 
-def of_instruction(
+def collectives_of(
     program: HloProgram, computation: str, instruction: Instruction, sizes: dict[str, int]
 ) -> Iterator[Collective]:
     """Yields the collectives of one execution of an instruction, or of those that it wraps."""
-    for kind, inner, operands in _in(program, computation, instruction):
-        groups = _groups(inner, math.prod(sizes.values()), kind)
+    for kind, operation, operands in _unwrap_collectives(program, computation, instruction):
+        groups = _device_groups(operation, math.prod(sizes.values()), kind)
         if not any(len(group) > 1 for group in groups):
             continue
-        shapes = _whole(kind, inner, operands)
+        shapes = _full_arrays(kind, operation, operands)
         yield Collective(
             kind=kind,
-            axes=_axes(groups, sizes),
+            axes=_differing_axes(groups, sizes),
             groups=groups,
             times=1,
             bytes=sum(shape.bytes for shape in shapes),
             dtypes=tuple(dict.fromkeys(shape.dtype for shape in shapes)),
             in_loop=False,
-            source=inner.source or instruction.source,
+            source=operation.source or instruction.source,
         )
 
 
-def _in(
+def _unwrap_collectives(
     program: HloProgram, computation: str, instruction: Instruction
 ) -> list[tuple[str, Instruction, list[tuple[Shape, ...]]]]:
-    """Returns (kind, instruction, operand shapes) of an instruction or of those that it wraps."""
+    """Returns (kind, instruction, operand shapes) of a collective, or of those that an instruction wraps."""
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
         return [(kind, instruction, program.shapes_of(computation, instruction))]
-    if instruction.opcode not in WRAPS or instruction.opcode == "call":
+    if instruction.opcode not in WRAPPERS or instruction.opcode == "call":
         return []
     wrapped = []
     for name in instruction.called:
-        inside = program.computations.get(name, {})
+        inner_instructions = program.computations.get(name, {})
         # A TPU writes a reduce-scatter as a fusion of an all-reduce and a slice.
-        sliced = "reduce-scatter" in name or "reduce-scatter" in instruction.name
-        for inner in inside.values():
-            for kind, line, operands in _in(program, name, inner):
-                scattered = sliced and kind == "all-reduce"
-                wrapped.append(("reduce-scatter" if scattered else kind, line, operands))
+        is_reduce_scatter = "reduce-scatter" in name or "reduce-scatter" in instruction.name
+        for inner in inner_instructions.values():
+            for kind, line, operands in _unwrap_collectives(program, name, inner):
+                is_scatter = is_reduce_scatter and kind == "all-reduce"
+                wrapped.append(("reduce-scatter" if is_scatter else kind, line, operands))
     return wrapped
 
 
-def _whole(kind: str, instruction: Instruction, operands: list[tuple[Shape, ...]]) -> Sequence[Shape]:
-    """Returns the full arrays: a reduction's before it, a gather's after it."""
+def _full_arrays(kind: str, instruction: Instruction, operands: list[tuple[Shape, ...]]) -> Sequence[Shape]:
+    """Returns the whole arrays that a collective works on: before a reduction, after a gather."""
     if kind in ("reduce-scatter", "all-reduce"):
         return [shape for shapes in operands for shape in shapes] or instruction.shapes
     if not instruction.opcode.endswith("-start"):
@@ -103,88 +102,88 @@ def _whole(kind: str, instruction: Instruction, operands: list[tuple[Shape, ...]
     return instruction.shapes[1:2] if len(instruction.shapes) > 1 else instruction.shapes
 
 
-def _groups(instruction: Instruction, devices: int, kind: str) -> tuple[tuple[int, ...], ...]:
-    """Returns the device groups that exchange, from any of XLA's notations."""
+def _device_groups(instruction: Instruction, devices: int, kind: str) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of devices that exchange in a collective, from any of XLA's notations."""
     text = instruction.attributes
     if kind == "collective-permute":
         pairs = re.search(r"source_target_pairs=\{(.*?\})\}", text)
         numbers = re.findall(r"\d+", pairs[1]) if pairs else []
-        sent = [(int(a), int(b)) for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
-        return tuple(pair for pair in sent if pair[0] != pair[1])
+        device_pairs = [(int(a), int(b)) for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
+        return tuple(pair for pair in device_pairs if pair[0] != pair[1])
     if match := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text):
         return tuple(tuple(map(int, re.findall(r"\d+", group))) for group in re.findall(r"\{([\d,]*)\}", match[1]))
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*\)?[^)]*)\))? \{([^}]*)\}", text):
-        return _mesh_groups(match[1], match[2], match[3])
+        return _parse_mesh_groups(match[1], match[2], match[3])
     if match := re.search(r"replica_groups=\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text):
         shape = [int(n) for n in match[1].split(",")]
-        return _tuples(_iota(match[2], math.prod(shape)).reshape(shape))
+        return _as_tuples(_parse_iota(match[2], math.prod(shape)).reshape(shape))
     if re.search(r"replica_groups=\{\}", text) or "replica_groups=" not in text:
         return (tuple(range(devices)),)
     raise ValueError(f"replica groups in a spelling that is not known: {text[:200]}")
 
 
-def _iota(text: str, count: int) -> np.ndarray:
-    """Parses `<=[2,2,2]T(1,0,2)`, or `[2,2,2]T(1,0,2)`: an iota in that shape, transposed, flattened."""
+def _parse_iota(text: str, count: int) -> np.ndarray:
+    """Parses XLA's device list `[2,2,2]T(1,0,2)`: numbers in that shape, transposed, flattened."""
     dims = re.search(r"\[([\d,]+)\]", text)
-    turned = re.search(r"T\(([\d,]+)\)", text)
+    transposition = re.search(r"T\(([\d,]+)\)", text)
     numbers = np.arange(count)
     if dims:
         numbers = numbers.reshape([int(n) for n in dims[1].split(",")])
-    if turned:
-        numbers = numbers.transpose([int(n) for n in turned[1].split(",")])
+    if transposition:
+        numbers = numbers.transpose([int(n) for n in transposition[1].split(",")])
     return numbers.reshape(-1)
 
 
-def _mesh_groups(mesh: str, devices: str | None, chosen: str) -> tuple[tuple[int, ...], ...]:
-    """Parses `mesh['a'=4,'b'=2] {'a','b':(1)2}`: groups along axes of XLA's own mesh, or along part of an axis."""
+def _parse_mesh_groups(mesh: str, devices: str | None, axes: str) -> tuple[tuple[int, ...], ...]:
+    """Parses groups of devices in XLA's form `mesh['a'=4,'b'=2] {'a','b':(1)2}`, along axes or parts of them."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     parts = {name: [size] for name, size in sizes.items()}  # each axis, split where a part of it is chosen
-    along: list[tuple[str, int]] = []
-    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen):
-        if before:
-            first, width = int(before), int(size)
-            parts[name] = [first, width, sizes[name] // first // width]
-            along.append((name, 1))
+    chosen_parts: list[tuple[str, int]] = []
+    for name, inner_size, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes):
+        if inner_size:
+            inner, width = int(inner_size), int(size)
+            parts[name] = [inner, width, sizes[name] // inner // width]
+            chosen_parts.append((name, 1))
         else:
-            along.append((name, 0))
+            chosen_parts.append((name, 0))
     count = math.prod(sizes.values())
-    numbers = _iota(devices, count) if devices else np.arange(count)
-    where = {(name, i): at for at, (name, i) in enumerate((n, i) for n in parts for i in range(len(parts[n])))}
-    cube = numbers.reshape([size for name in parts for size in parts[name]])
-    last = [where[part] for part in along]
-    first_axes = [at for at in range(cube.ndim) if at not in last]
-    width = math.prod(cube.shape[at] for at in last)
-    return _tuples(cube.transpose(first_axes + last).reshape(-1, width))
+    numbers = _parse_iota(devices, count) if devices else np.arange(count)
+    axis_of = {(name, i): at for at, (name, i) in enumerate((n, i) for n in parts for i in range(len(parts[n])))}
+    device_cube = numbers.reshape([size for name in parts for size in parts[name]])
+    group_axes = [axis_of[part] for part in chosen_parts]
+    first_axes = [at for at in range(device_cube.ndim) if at not in group_axes]
+    width = math.prod(device_cube.shape[at] for at in group_axes)
+    return _as_tuples(device_cube.transpose(first_axes + group_axes).reshape(-1, width))
 
 
-def _tuples(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
+def _as_tuples(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(n) for n in group) for group in groups)
 
 
-def _axes(groups: Sequence[Sequence[int]], sizes: dict[str, int]) -> tuple[str, ...]:
+def _differing_axes(groups: Sequence[Sequence[int]], sizes: dict[str, int]) -> tuple[str, ...]:
     """Returns the mesh axes along which members of a group differ."""
     shape = tuple(sizes.values())
     differing: set[int] = set()
     for group in groups:
-        places = np.array(np.unravel_index(list(group), shape))
-        differing |= {axis for axis in range(len(shape)) if len(set(places[axis].tolist())) > 1}
+        coordinates = np.array(np.unravel_index(list(group), shape))
+        differing |= {axis for axis in range(len(shape)) if len(set(coordinates[axis].tolist())) > 1}
     names = list(sizes)
     return tuple(names[axis] for axis in sorted(differing))
 
 
-def crossings(groups: Sequence[Sequence[int]], place: Sequence[int]) -> tuple[int, int]:
-    """Returns (members of the largest group, most places per group); `place` is each device's host or other place."""
+def count_crossings(groups: Sequence[Sequence[int]], place_of: Sequence[int]) -> tuple[int, int]:
+    """Returns (members of the largest group, most hosts or slices of a group); `place_of` is the one of each device."""
     largest = max(groups, key=len)
-    spread = max(len({place[device] for device in group}) for group in groups)
-    return len(largest), spread
+    most_places = max(len({place_of[device] for device in group}) for group in groups)
+    return len(largest), most_places
 
 
 def totals(collectives: Sequence[Collective]) -> list[tuple[str, tuple[str, ...], int, int]]:
-    """Returns (kind, axes, executions, bytes) by kind and axes, most bytes first."""
+    """Returns (kind, axes, executions, bytes) of the collectives, summed by kind and axes, most bytes first."""
     key = lambda collective: (collective.kind, collective.axes)  # noqa: E731
     rows = []
-    for (kind, axes), some in itertools.groupby(sorted(collectives, key=key), key):
-        group = list(some)
+    for (kind, axes), equal_kind in itertools.groupby(sorted(collectives, key=key), key):
+        group = list(equal_kind)
         rows.append(
             (kind, axes, sum(collective.times for collective in group), sum(collective.total for collective in group))
         )
@@ -232,8 +231,9 @@ def schedule_of(program: HloProgram, sizes: dict[str, int]) -> tuple[Step, ...]:
     return tuple(_steps(program, program.entry, sizes))
 
 
-def _steps(program: HloProgram, place: str, sizes: dict[str, int]) -> Iterator[Step]:
-    for instruction in program.computations[place].values():
+def _steps(program: HloProgram, computation: str, sizes: dict[str, int]) -> Iterator[Step]:
+    """Yields the schedule's steps of a computation, in the compiler's order."""
+    for instruction in program.computations[computation].values():
         if instruction.opcode == "while":
             body = instruction.attribute(r"body=%?([\w.\-]+)")
             if body in program.computations:
@@ -245,23 +245,24 @@ def _steps(program: HloProgram, place: str, sizes: dict[str, int]) -> Iterator[S
         elif instruction.opcode.endswith("-done"):
             yield from (Wait(name) for name in instruction.operands[:1])
         else:
-            yield from _of_instruction(program, place, instruction, sizes)
+            yield from _steps_of(program, computation, instruction, sizes)
 
 
-def _of_instruction(program: HloProgram, place: str, instruction: Instruction, sizes: dict[str, int]) -> Iterator[Step]:
-    collectives = tuple(of_instruction(program, place, instruction, sizes))
+def _steps_of(program: HloProgram, computation: str, instruction: Instruction, sizes: dict[str, int]) -> Iterator[Step]:
+    """Yields the schedule's step of an instruction: the start of its collectives, or its kernel."""
+    collectives = tuple(collectives_of(program, computation, instruction, sizes))
     if collectives:
-        started = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
-        yield CollectiveStart(collectives, instruction.name, waits=not started)
+        is_asynchronous = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
+        yield CollectiveStart(collectives, instruction.name, waits=not is_asynchronous)
         return
-    flops, attends = program_costs.flops_of(program, place, instruction)
+    flops, attends = program_costs.flops_of(program, computation, instruction)
     if flops:
-        moved = program_costs.bytes_moved(program, place, instruction)
-        yield Kernel("attention" if attends else "product", tuple(sorted(flops.items())), moved)
+        bytes_moved = program_costs.bytes_moved(program, computation, instruction)
+        yield Kernel("attention" if attends else "product", tuple(sorted(flops.items())), bytes_moved)
     elif not instruction.opcode.endswith("-start") and (
-        moved := program_costs.bytes_moved(program, place, instruction)
+        bytes_moved := program_costs.bytes_moved(program, computation, instruction)
     ):
-        yield Kernel("memory", (), moved)  # asynchronous copies run beside the kernels
+        yield Kernel("memory", (), bytes_moved)  # asynchronous copies run beside the kernels
 
 
 @dataclasses.dataclass
@@ -275,15 +276,14 @@ class Clock:
 
     @property
     def now(self) -> float:
-        """Seconds since the start."""
         return self.compute + self.memory + self.waited
 
 
 def run_schedule(
     steps: Sequence[Step], kernel: Callable[[Kernel], tuple[float, float]], exchange: Callable[[Collective], float]
 ) -> Clock:
-    """Runs the steps; `kernel` returns the seconds of products and of memory, `exchange` of a collective alone."""
-    clock, ends = Clock(), dict[str, float]()
+    """Simulates a device; `kernel` returns the seconds of products and of memory, `exchange` of a collective."""
+    clock, end_of = Clock(), dict[str, float]()
     for step in steps:
         if isinstance(step, Kernel):
             products, memory = kernel(step)
@@ -291,10 +291,10 @@ def run_schedule(
             clock.memory += memory if memory > products else 0.0
         elif isinstance(step, CollectiveStart):
             clock.free = max(clock.free, clock.now) + sum(map(exchange, step.collectives))
-            ends[step.name] = clock.free
+            end_of[step.name] = clock.free
             clock.waited += clock.free - clock.now if step.waits else 0.0
         elif isinstance(step, Wait):
-            clock.waited += max(0.0, ends.get(step.name, 0.0) - clock.now)
+            clock.waited += max(0.0, end_of.get(step.name, 0.0) - clock.now)
         else:
             iteration = run_schedule(step.body, kernel, exchange)
             clock.compute += step.times * iteration.compute

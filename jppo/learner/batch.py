@@ -239,8 +239,8 @@ def with_dropout(mini: Mini, key: Array | None, step: Array, number: int) -> Min
     sequence_seed, position_seed = np.asarray(draw_seeds(key, step, np.int32(number)))
 
     def add_seeds(rows: Rows) -> Rows:
-        sequence_hash = lora.scrambled(np.asarray(rows.sequence).astype(np.uint32) ^ sequence_seed)
-        seeds = lora.scrambled((sequence_hash + np.asarray(rows.position).astype(np.uint32)) ^ position_seed)
+        sequence_hash = lora.hash_32_bits(np.asarray(rows.sequence).astype(np.uint32) ^ sequence_seed)
+        seeds = lora.hash_32_bits((sequence_hash + np.asarray(rows.position).astype(np.uint32)) ^ position_seed)
         return dataclasses.replace(rows, dropout=seeds)
 
     micros = [

@@ -1,7 +1,7 @@
 """The learner: the stages of a step by compiled passes over rows, which `train.py` calls by name.
 
-`Recipe` has the choices of a run, which `make.py` makes from the settings, `Passes` the compiled programs, `Learner`
-both with the models. The losses are in `algorithms/losses.py`, the updates in `update.py`.
+`Recipe` has the choices of a run, which `run/make.py` makes from the settings, `Passes` the compiled programs,
+`Learner` both with the models. The losses are in `algorithms/losses.py`, the updates in `update.py`.
 """
 
 import contextlib

@@ -61,7 +61,7 @@ def _run_trunk(
     compare = compare and rows.experts is not None
     collections_to_read = [name for name, requested in ((router.SUMS, routed), (router.CHOICES, compare)) if requested]
     counted = jnp.asarray(rows.mask) if routed else None
-    routing = dict[str, Any](counted=counted, given=rows.experts)
+    routing = dict[str, Any](counted=counted, replayed=rows.experts)
     if collections_to_read:
         hidden, collections = model[0].apply(
             variables, rows.inputs, rows.segment, rows.position, **routing, mutable=collections_to_read

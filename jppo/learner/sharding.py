@@ -26,7 +26,7 @@ from jppo.learner import optim
 from jppo.models import placing
 from jppo.models.config import ModelConfig
 from jppo.models.kernels import Quantized, einsum
-from jppo.models.sequence_parallel import COLUMNS, EXPERT, POSITIONS, WHOLE, dividing, row_axes
+from jppo.models.sequence_parallel import COLUMNS, EXPERT, POSITIONS, WHOLE, fit_axes, row_axes
 from jppo.models.sequence_parallel import ROWS as ROW_AXES
 from jppo.types import Params, Rows
 
@@ -148,7 +148,7 @@ def param_shardings(mesh: Mesh, axes: Params, shapes: Params) -> Params:
         spec: list[tuple[str, ...]] = []
         for name, size in zip(names, leaf.shape, strict=True):
             unused_axes = tuple(axis for axis in RULES[name] if not any(axis in axes for axes in spec))
-            spec.append(dividing(mesh, unused_axes, size))
+            spec.append(fit_axes(mesh, unused_axes, size))
         return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))
 
     return jax.tree.map(shard_param, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))
@@ -190,7 +190,7 @@ def whole_rows_sharding(mesh: Mesh) -> NamedSharding:
 
 def cache_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
     """Returns the sharding of cached keys and values [R, T, K, A]: rows as rows, heads as the parameters' heads."""
-    return NamedSharding(mesh, PartitionSpec(*WHOLE_ROWS, None, dividing(mesh, RULES["kv_heads"], kv_heads) or None))
+    return NamedSharding(mesh, PartitionSpec(*WHOLE_ROWS, None, fit_axes(mesh, RULES["kv_heads"], kv_heads) or None))
 
 
 def put_rows(rows: Rows, mesh: Mesh) -> Rows:

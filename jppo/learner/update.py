@@ -23,7 +23,7 @@ from jppo.learner.score import LogProb, LogProbKL, Value
 from jppo.learner.stats import Outputs, Stat, join_groups, stats_of
 from jppo.learner.views import STATISTIC, LossView, ValueView, View, view
 from jppo.models.lora import Base, Weights, join
-from jppo.models.sequence_parallel import POSITIONS, divided, row_axes
+from jppo.models.sequence_parallel import POSITIONS, divide_rows, row_axes
 from jppo.types import Array, Counts, Params, Rows, Scored
 
 GROUPS = "data"  # the mesh axis along which groups of devices hold the same parameters
@@ -206,7 +206,7 @@ def make_accumulate(
         if groups == 1:
             (new_loss, outputs), new_grads = gradient(micro)
         else:
-            with divided(GROUPS):
+            with divide_rows(GROUPS):
                 (new_loss, parts), new_grads = jax.vmap(gradient, spmd_axis_name=GROUPS)(jax.tree.map(by_group, micro))
             new_loss, outputs = jnp.sum(new_loss), join_groups(parts)
         return (jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new_grads), loss_sum + new_loss), outputs

@@ -286,7 +286,7 @@ def _placeholder(name: str) -> Any:
 
 
 def record(call: Callable[[Callable[[str], Any]], Any], shapes: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
-    """Traces `call(take)`, where take(name) reads an array; returns the names read, in order, and the result's shapes."""
+    """Traces `call(take)`, where take(name) reads an array; returns the names read and the result's shape."""
     names: dict[str, None] = {}
 
     def take(name: str) -> Any:

@@ -39,7 +39,7 @@ class Attend(Protocol):
 
 Windows = tuple[int | None, ...]  # of each kind of layer; None: no window
 
-Spans = tuple[slice, ...]  # of keys
+Spans = tuple[slice, ...]  # parts of a row's keys
 
 NAME = "attention"  # under which remat policies save outputs and the softmax's residuals
 
@@ -58,7 +58,7 @@ def make_plain(
     Windows, which count positions of a row, must all be None then.
     """
     assert shared is None or all(window is None for window in windows)
-    look = functools.partial(_scores, scale=scale, softcap=softcap, windows=windows, shared_prompts=shared is not None)
+    score = functools.partial(_scores, scale=scale, softcap=softcap, windows=windows, shared_prompts=shared is not None)
 
     @jax.custom_vjp
     def attend(
@@ -70,11 +70,11 @@ def make_plain(
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
-        return _forward(look, shared, q, k, v, segment, kind, sinks)[0]
+        return _forward(score, shared, q, k, v, segment, kind, sinks)[0]
 
     attend.defvjp(
-        functools.partial(_forward, look, shared),
-        functools.partial(_backward, look, shared, scale=scale, softcap=softcap),
+        functools.partial(_forward, score, shared),
+        functools.partial(_backward, score, shared, scale=scale, softcap=softcap),
     )
     return attend
 
@@ -92,22 +92,22 @@ def _scores(
     windows: Windows,
     shared_prompts: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes scores of a block's queries of [R, K, G, T, A] over the keys in `spans`, and the mask of seen keys."""
+    """Computes the scores of a block of queries [R, K, G, T, A] with the keys in `spans`; and which are visible."""
     queries = q[:, :, :, block]
     R, K, G, B, A = queries.shape
-    keys = _take(k, spans, 2)
+    keys = _take_spans(k, spans, 2)
     scores = scale * _dot("rkqa,rksa->rkqs", queries.reshape(R, K, G * B, A), keys)
     scores = scores.reshape(R, K, G, B, keys.shape[2])
-    here = jnp.arange(q.shape[3], dtype=jnp.int32)
-    seen = _in_window(here[None, block, None], _take(here, spans, 0)[None, None, :], windows, kind)
-    of_key = _take(segment, spans, 1)[:, None]
-    same = segment[:, block, None] == of_key
-    seen &= same | (of_key < 0) if shared_prompts else same
-    return scores if softcap is None else softcap * jnp.tanh(scores / softcap), seen[:, None, None]
+    positions = jnp.arange(q.shape[3], dtype=jnp.int32)
+    visible = _in_window(positions[None, block, None], _take_spans(positions, spans, 0)[None, None, :], windows, kind)
+    key_segment = _take_spans(segment, spans, 1)[:, None]
+    same_segment = segment[:, block, None] == key_segment
+    visible &= same_segment | (key_segment < 0) if shared_prompts else same_segment
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap), visible[:, None, None]
 
 
 def _forward(
-    look: Callable[..., tuple[jax.Array, jax.Array]],
+    compute_scores: Callable[..., tuple[jax.Array, jax.Array]],
     shared: tuple[int, int] | None,
     q: jax.Array,
     k: jax.Array,
@@ -118,67 +118,67 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     """Computes softmax(scores) v; returns it and, for `_backward`, the arguments and each query's log Σ exp(scores)."""
     queries, keys, vals = _by_head(q, k.shape[2]), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
-    mixed, logs = [], []
+    outputs, log_sums = [], []
     for block, spans in query_blocks(q.shape[1], shared):
-        scores, seen = look(queries, keys, segment, kind, block, spans)
+        scores, visible = compute_scores(queries, keys, segment, kind, block, spans)
         R, K, G, B, S = scores.shape
-        scores = jnp.where(seen, scores, UNSEEN)
-        top = jnp.max(scores, axis=-1, keepdims=True)
+        scores = jnp.where(visible, scores, UNSEEN)
+        row_max = jnp.max(scores, axis=-1, keepdims=True)
         if sinks is not None:
-            sink = _of_heads(sinks, K)
-            top = jnp.maximum(top, sink)
-        weight = jnp.exp(scores - top)
-        total = jnp.sum(weight, axis=-1, keepdims=True)
+            sink = _sinks_by_head(sinks, K)
+            row_max = jnp.maximum(row_max, sink)
+        weights = jnp.exp(scores - row_max)
+        denominator = jnp.sum(weights, axis=-1, keepdims=True)
         if sinks is not None:
-            total += jnp.exp(sink - top)
-        out = _dot("rkqs,rksa->rkqa", weight.astype(v.dtype).reshape(R, K, G * B, S), _take(vals, spans, 2))
-        mixed.append(out.reshape(R, K, G, B, -1) / total)
-        logs.append(top + jnp.log(total))
-    whole = checkpoint_name(_by_token(jnp.concatenate(mixed, axis=3)).astype(q.dtype), NAME)
-    return whole, (q, k, v, segment, kind, sinks, checkpoint_name(jnp.concatenate(logs, axis=3), NAME))
+            denominator += jnp.exp(sink - row_max)
+        output = _dot("rkqs,rksa->rkqa", weights.astype(v.dtype).reshape(R, K, G * B, S), _take_spans(vals, spans, 2))
+        outputs.append(output.reshape(R, K, G, B, -1) / denominator)
+        log_sums.append(row_max + jnp.log(denominator))
+    result = checkpoint_name(_by_token(jnp.concatenate(outputs, axis=3)).astype(q.dtype), NAME)
+    return result, (q, k, v, segment, kind, sinks, checkpoint_name(jnp.concatenate(log_sums, axis=3), NAME))
 
 
 def _backward(
-    look: Callable[..., tuple[jax.Array, jax.Array]],
+    compute_scores: Callable[..., tuple[jax.Array, jax.Array]],
     shared: tuple[int, int] | None,
-    held: Any,
-    given: jax.Array,
+    residuals: Any,
+    cotangent: jax.Array,
     *,
     scale: float,
     softcap: float | None,
 ) -> tuple[Any, ...]:
-    """Computes the gradients of q, k and v: with w the softmax, a score's is w (given·v - Σ w given·v).
+    """Computes the gradients of q, k and v: with w the softmax and c the cotangent, a score's is w (c·v - Σ w c·v).
 
-    A sink's has no v: -w Σ w given·v, summed over queries.
+    A sink's has no v: -w Σ w c·v, summed over queries.
     """
-    q, k, v, segment, kind, sinks, logs = held
+    q, k, v, segment, kind, sinks, log_sums = residuals
     K = k.shape[2]
     queries, keys, vals = _by_head(q, K), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
-    each = _by_head(given, K)
-    by_q, by_sinks = [], jnp.zeros(queries.shape[1:3], logs.dtype)  # [K, G]
-    by_k, by_v = jnp.zeros(keys.shape, logs.dtype), jnp.zeros(vals.shape, logs.dtype)
+    cotangent_by_head = _by_head(cotangent, K)
+    grad_q_blocks, grad_sinks_sum = [], jnp.zeros(queries.shape[1:3], log_sums.dtype)  # [K, G]
+    grad_k_sum, grad_v_sum = jnp.zeros(keys.shape, log_sums.dtype), jnp.zeros(vals.shape, log_sums.dtype)
     for block, spans in query_blocks(q.shape[1], shared):
-        scores, seen = look(queries, keys, segment, kind, block, spans)
+        scores, visible = compute_scores(queries, keys, segment, kind, block, spans)
         R, _, G, B, S = scores.shape
-        here, flat = (x[:, :, :, block].reshape(R, K, G * B, -1) for x in (queries, each))
-        weight = jnp.where(seen, jnp.exp(scores - logs[:, :, :, block]), 0.0)
-        pull = _dot("rkqa,rksa->rkqs", flat, _take(vals, spans, 2)).reshape(weight.shape)
-        mean = jnp.sum(weight * pull, axis=-1, keepdims=True)
-        by_score = scale * weight * (pull - mean)
+        q_block, cotangent_block = (x[:, :, :, block].reshape(R, K, G * B, -1) for x in (queries, cotangent_by_head))
+        weights = jnp.where(visible, jnp.exp(scores - log_sums[:, :, :, block]), 0.0)
+        grad_weights = _dot("rkqa,rksa->rkqs", cotangent_block, _take_spans(vals, spans, 2)).reshape(weights.shape)
+        mean_grad = jnp.sum(weights * grad_weights, axis=-1, keepdims=True)
+        grad_scores = scale * weights * (grad_weights - mean_grad)
         if sinks is not None:
-            of_sink = jnp.exp(_of_heads(sinks, K) - logs[:, :, :, block])
-            by_sinks -= jnp.sum(of_sink * mean, axis=(0, 3, 4))
+            sink_weight = jnp.exp(_sinks_by_head(sinks, K) - log_sums[:, :, :, block])
+            grad_sinks_sum -= jnp.sum(sink_weight * mean_grad, axis=(0, 3, 4))
         if softcap is not None:
-            by_score *= 1.0 - jnp.square(scores / softcap)
-        by_score = by_score.astype(q.dtype).reshape(R, K, G * B, S)
-        by_q.append(_dot("rkqs,rksa->rkqa", by_score, _take(keys, spans, 2)).reshape(R, K, G, B, -1))
-        by_k = _add(by_k, spans, _dot("rkqs,rkqa->rksa", by_score, here))
-        weight = weight.astype(v.dtype).reshape(by_score.shape)
-        by_v = _add(by_v, spans, _dot("rkqs,rkqa->rksa", weight, flat))
-    of_q = _by_token(jnp.concatenate(by_q, axis=3)).astype(q.dtype)
-    of_k, of_v = (_by_token(x[:, :, None]).astype(k.dtype) for x in (by_k, by_v))
-    of_sinks = None if sinks is None else by_sinks.reshape(-1).astype(sinks.dtype)
-    return of_q, of_k, of_v, None, None, of_sinks
+            grad_scores *= 1.0 - jnp.square(scores / softcap)
+        grad_scores = grad_scores.astype(q.dtype).reshape(R, K, G * B, S)
+        grad_q_blocks.append(_dot("rkqs,rksa->rkqa", grad_scores, _take_spans(keys, spans, 2)).reshape(R, K, G, B, -1))
+        grad_k_sum = _add_to_spans(grad_k_sum, spans, _dot("rkqs,rkqa->rksa", grad_scores, q_block))
+        weights = weights.astype(v.dtype).reshape(grad_scores.shape)
+        grad_v_sum = _add_to_spans(grad_v_sum, spans, _dot("rkqs,rkqa->rksa", weights, cotangent_block))
+    grad_q = _by_token(jnp.concatenate(grad_q_blocks, axis=3)).astype(q.dtype)
+    grad_k, grad_v = (_by_token(x[:, :, None]).astype(k.dtype) for x in (grad_k_sum, grad_v_sum))
+    grad_sinks = None if sinks is None else grad_sinks_sum.reshape(-1).astype(sinks.dtype)
+    return grad_q, grad_k, grad_v, None, None, grad_sinks
 
 
 def query_blocks(length: int, shared: tuple[int, int] | None = None) -> list[tuple[slice, Spans]]:
@@ -189,28 +189,29 @@ def query_blocks(length: int, shared: tuple[int, int] | None = None) -> list[tup
     """
     longest = length if shared is None else min(length, sum(shared))
     size = min(max(-(-longest // (4 * 8)) * 8, SMALLEST_BLOCK), LARGEST_BLOCK)
-    out: list[tuple[slice, Spans]] = []
+    blocks: list[tuple[slice, Spans]] = []
     for start in range(0, length, size):
         block = slice(start, min(start + size, length))
         spans: Spans = (slice(block.stop),)
         if shared is not None and start > sum(shared):
             spans = (slice(shared[0]), slice(start - shared[1], block.stop))
-        out.append((block, spans))
-    return out
+        blocks.append((block, spans))
+    return blocks
 
 
-def computed(length: int, shared: tuple[int, int] | None = None) -> int:
+def count_score_pairs(length: int, shared: tuple[int, int] | None = None) -> int:
     """Counts the pairs of a query and a key whose scores are computed in a row."""
-    each = query_blocks(length, shared)
-    return sum((block.stop - block.start) * len(range(length)[span]) for block, spans in each for span in spans)
+    blocks = query_blocks(length, shared)
+    return sum((block.stop - block.start) * len(range(length)[span]) for block, spans in blocks for span in spans)
 
 
-def _take(x: jax.Array, spans: Spans, axis: int) -> jax.Array:
+def _take_spans(x: jax.Array, spans: Spans, axis: int) -> jax.Array:
+    """Returns the parts of x in `spans` of an axis, concatenated."""
     parts = [jax.lax.slice_in_dim(x, *span.indices(x.shape[axis])[:2], axis=axis) for span in spans]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
 
 
-def _add(total: jax.Array, spans: Spans, part: jax.Array) -> jax.Array:
+def _add_to_spans(total: jax.Array, spans: Spans, part: jax.Array) -> jax.Array:
     """Adds the results for the keys in `spans` to the total [R, K, S, A]."""
     start = 0
     for span in spans:
@@ -228,17 +229,18 @@ def _by_head(x: jax.Array, kv_heads: int | None = None) -> jax.Array:
 
 
 def _by_token(x: jax.Array) -> jax.Array:
-    """Inverts `_by_head`."""
+    """Reshapes [R, K, H/K, T, A] back to [R, T, H, A]."""
     R, K, G, T, A = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(R, T, K * G, A)
 
 
-def _of_heads(sinks: jax.Array, kv_heads: int) -> jax.Array:
+def _sinks_by_head(sinks: jax.Array, kv_heads: int) -> jax.Array:
     """Reshapes [H] to f32 [1, K, H/K, 1, 1], as scores [R, K, H/K, T, S]."""
     return sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
 
 
 def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Multiplies two arrays by einsum, with an f32 result at least."""
     return einsum(equation, a, b, jnp.promote_types(a.dtype, jnp.float32))
 
 
@@ -256,48 +258,48 @@ def attend_cached(
 ) -> jax.Array:
     """Attends from queries at `position` [R, P] to a cache: entry s of k and v [R, S, K, A] is position s."""
     chex.assert_rank([q, k, v, position], [4, 4, 4, 2])
-    slots = jnp.arange(k.shape[1], dtype=jnp.int32)
-    seen = _in_window(position[:, :, None], slots[None, None, :], windows, kind)
-    return _softmax_mix(q, k, v, seen, sinks, scale=scale, softcap=softcap)
+    key_positions = jnp.arange(k.shape[1], dtype=jnp.int32)
+    visible = _in_window(position[:, :, None], key_positions[None, None, :], windows, kind)
+    return _softmax_mix(q, k, v, visible, sinks, scale=scale, softcap=softcap)
 
 
 def _in_window(query: jax.Array, key: jax.Array, windows: Windows, kind: jax.Array | int) -> jax.Array:
     """Whether the key is in the window of the query's position."""
-    seen = key <= query
+    visible = key <= query
     if all(window is None for window in windows):
-        return seen
-    far = jnp.iinfo(jnp.int32).max
-    reach = jnp.asarray([far if window is None else window for window in windows], jnp.int32)[kind]
-    return seen & (query - key < reach)
+        return visible
+    no_limit = jnp.iinfo(jnp.int32).max
+    sizes = jnp.asarray([no_limit if window is None else window for window in windows], jnp.int32)
+    return visible & (query - key < sizes[kind])
 
 
 def _softmax_mix(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    seen: jax.Array,
+    visible: jax.Array,
     sinks: jax.Array | None,
     *,
     scale: float,
     softcap: float | None,
 ) -> jax.Array:
-    """Computes softmax(cap(q k^T scale)) v over `seen` [R or 1, T, S]; each kv head is shared by H/K query heads.
+    """Computes softmax(cap(q k^T scale)) v over `visible` [R or 1, T, S]; each kv head is shared by H/K query heads.
 
     Every query must see a key. Empty positions (segment 0) see each other, so that all is finite.
     """
     R, T, H, A = q.shape
     K = k.shape[2]
     # g: the query heads that share one kv head; t: queries, s: keys.
-    grouped = q.reshape(R, T, K, H // K, A)
-    scores = scale * jnp.einsum("rtkga,rska->rkgts", grouped, k, preferred_element_type=jnp.float32)
+    grouped_q = q.reshape(R, T, K, H // K, A)
+    scores = scale * jnp.einsum("rtkga,rska->rkgts", grouped_q, k, preferred_element_type=jnp.float32)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     if sinks is not None:  # a further key, without a value
-        sink = jnp.broadcast_to(_of_heads(sinks, K), (*scores.shape[:-1], 1))
+        sink = jnp.broadcast_to(_sinks_by_head(sinks, K), (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sink], axis=-1)
-    weight = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)  # [R, K, H/K, T, S]
-    return jnp.einsum("rkgts,rska->rtkga", weight, v).reshape(R, T, H, v.shape[-1])
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)  # [R, K, H/K, T, S]
+    return jnp.einsum("rkgts,rska->rtkga", weights, v).reshape(R, T, H, v.shape[-1])
 
 
 @jax.tree_util.register_dataclass
@@ -318,14 +320,14 @@ class DeltaCache:
     inputs: jax.Array  # [R, taps - 1, C], the last ones of its convolution
 
 
-Held = LayerCache | DeltaCache
-Cache = tuple[Held | None, ...]  # one per layer, each updated in place; None: it takes an earlier layer's
+State = LayerCache | DeltaCache  # of one layer
+Cache = tuple[State | None, ...]  # one per layer, each updated in place; None: it takes an earlier layer's
 
 
 def empty_cache(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Cache:
     """Allocates a cache of `length` positions for so many rows."""
 
-    def make(modules: LayerModules) -> Held | None:
+    def make(modules: LayerModules) -> State | None:
         if not modules.keyed:
             return None
         if modules.mixer == "attention":
@@ -346,8 +348,8 @@ def cache_heads(cfg: ModelConfig) -> int:
 
 def cache_dtype(cache: Cache) -> Any:
     """Returns the dtype that the cache was allocated with."""
-    first = next(held for held in cache if held is not None)
-    return first.k.dtype if isinstance(first, LayerCache) else first.inputs.dtype
+    first_cache = next(layer_cache for layer_cache in cache if layer_cache is not None)
+    return first_cache.k.dtype if isinstance(first_cache, LayerCache) else first_cache.inputs.dtype
 
 
 def cache_row_bytes(cfg: ModelConfig, *, length: int, dtype: Any) -> int:
@@ -356,14 +358,14 @@ def cache_row_bytes(cfg: ModelConfig, *, length: int, dtype: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
 
-def extend_cache(held: LayerCache, k: jax.Array, v: jax.Array | None, position: jax.Array) -> LayerCache:
+def extend_cache(cache: LayerCache, k: jax.Array, v: jax.Array | None, position: jax.Array) -> LayerCache:
     """Writes k and v [R, P, K, A] at `position` [R, P]; entries beyond the cache's end are dropped."""
     new = LayerCache(k, v)
     for x in jax.tree.leaves(new):
         chex.assert_rank([x, position], [4, 2])
         chex.assert_equal_shape_prefix([x, position], 2)
     row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None]
-    out: LayerCache = jax.tree.map(
-        lambda old, x: old.at[row, position].set(x.astype(old.dtype), mode="drop"), held, new
+    extended: LayerCache = jax.tree.map(
+        lambda old, x: old.at[row, position].set(x.astype(old.dtype), mode="drop"), cache, new
     )
-    return out
+    return extended

@@ -1,6 +1,7 @@
 """A model's shape and mathematics as one frozen dataclass: what the decoder and the parameter table read.
 
-Layers with the same parameters are a stack: stored stacked and scanned over.
+Layers with the same parameters are a stack: stored stacked and scanned over. A layer's kind is the index of its window,
+rotary frequencies and head sizes in `ModelConfig.kinds`.
 """
 
 import dataclasses
@@ -231,18 +232,18 @@ class Gemma4:
     joined: bool  # in layers without a window keys and values are one projection
 
     def layer_modules(
-        self, plain: tuple[LayerModules, ...], kinds: tuple[int, ...], windows: tuple[bool, ...]
+        self, modules_by_layer: tuple[LayerModules, ...], kinds: tuple[int, ...], windows: tuple[bool, ...]
     ) -> tuple[LayerModules, ...]:
-        """Returns the modules of each layer; `plain` are those by its experts, `windows` whether it has one."""
-        first = len(plain) - self.shared_layers
-        kept = {max(i for i in range(first) if kinds[i] == kind) for kind in set(kinds[first:])}
+        """Completes the modules of each layer by its kind and whether it has a window, `windows`."""
+        first_shared = len(modules_by_layer) - self.shared_layers
+        keeping = {max(i for i in range(first_shared) if kinds[i] == kind) for kind in set(kinds[first_shared:])}
 
         def keys(i: int) -> Keys:
-            return "shared" if i >= first else "kept" if i in kept else "own"
+            return "shared" if i >= first_shared else "kept" if i in keeping else "own"
 
         return tuple(
             modules._replace(beside=modules.sparse, kind=kinds[i], keys=keys(i), joined=self.joined and not windows[i])
-            for i, modules in enumerate(plain)
+            for i, modules in enumerate(modules_by_layer)
         )
 
 
@@ -298,11 +299,11 @@ class ModelConfig:
         sparse = (False,) * self.num_layers if self.experts is None else self.experts.sparse
         linear = (False,) * self.num_layers if self.delta is None else self.delta.linear
         pairs = zip(sparse, linear, strict=True)
-        plain = tuple(LayerModules(experts, "delta" if recurrent else "attention") for experts, recurrent in pairs)
+        modules = tuple(LayerModules(experts, "delta" if recurrent else "attention") for experts, recurrent in pairs)
         if self.gemma4 is None:
-            return plain
+            return modules
         windows = tuple(self.kinds[kind].window is not None for kind in self.layer_kinds)
-        return self.gemma4.layer_modules(plain, self.layer_kinds, windows)
+        return self.gemma4.layer_modules(modules, self.layer_kinds, windows)
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -326,11 +327,11 @@ class ModelConfig:
 
     @property
     def unread_names(self) -> tuple[str, ...]:
-        """Returns the first parts of their names."""
-        further = tuple(f"model.layers.{self.num_layers + i}." for i in range(self.further_layers))
-        shared = (f"model.layers.{i}.self_attn." for i, modules in enumerate(self.layer_modules) if not modules.keyed)
-        own = tuple(start + name for start in shared for name in ("k_proj.", "v_proj.", "k_norm."))
-        return (*further, "mtp.") if self.gated else further + own
+        """Returns the beginnings of the names of tensors that are not read."""
+        further_layers = tuple(f"model.layers.{self.num_layers + i}." for i in range(self.further_layers))
+        prefixes = (f"model.layers.{i}.self_attn." for i, modules in enumerate(self.layer_modules) if not modules.keyed)
+        unused = tuple(start + name for start in prefixes for name in ("k_proj.", "v_proj.", "k_norm."))
+        return (*further_layers, "mtp.") if self.gated else further_layers + unused
 
     @property
     def delta_kind(self) -> tuple[str, bool] | None:
@@ -351,19 +352,19 @@ class ModelConfig:
     @property
     def kernel_dim(self) -> int:
         """Returns the largest size of heads in attention kernels; a head's query, key and value are padded alike."""
-        own = max(self.heads_of(modules).head_dim for modules in self.layer_modules)
-        return own if self.latent is None else max(own, self.latent.value_dim)
+        largest = max(self.heads_of(modules).head_dim for modules in self.layer_modules)
+        return largest if self.latent is None else max(largest, self.latent.value_dim)
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
         """Returns the widths of MLPs and experts."""
-        own = tuple(dict.fromkeys(self.mlp_width(stack.modules) for stack in self.stacks if stack.modules.dense))
-        return own if self.experts is None else (*own, *self.experts.widths)
+        widths = tuple(dict.fromkeys(self.mlp_width(stack.modules) for stack in self.stacks if stack.modules.dense))
+        return widths if self.experts is None else (*widths, *self.experts.widths)
 
     def heads_of(self, modules: LayerModules) -> Heads:
         """Returns the sizes of keys and values in a layer."""
-        own = None if modules.kind is None else self.kinds[modules.kind].heads
-        return Heads(self.num_kv_heads, self.head_dim) if own is None else own
+        kind_heads = None if modules.kind is None else self.kinds[modules.kind].heads
+        return Heads(self.num_kv_heads, self.head_dim) if kind_heads is None else kind_heads
 
     def mlp_width(self, modules: LayerModules) -> int:
         """Returns the width of a layer's MLP."""

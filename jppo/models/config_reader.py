@@ -17,7 +17,7 @@ from jppo.models.rotary import STILL, Rotary
 MOST_LAYERS = 10_000  # more than any model has; a loop visits each
 
 # Fields that change the mathematics, and the values without effect. An absent field is None.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (None, 1),
     "partial_rotary_factor": (None, 1.0),
     "attention_dropout": (None, 0.0),
@@ -34,10 +34,10 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 MULTIMODAL = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe")
 PREFIXES = ("model.language_model.", "language_model.model.")
 _SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "quantization_config")  # fields of the whole
-_LEFT_OUT = {  # fields that published files leave out, as transformers fills them in
+_OMITTED_FIELDS = {  # fields that published files leave out, as transformers fills them in
     "gemma3_text": dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256),
 }
-_RELATIVES = {  # models that users try, and their errors
+_UNSUPPORTED_MODELS = {  # models that users try, and their errors
     "gemma3": "it reads pictures too; its text model alone is gemma3_text",
     "qwen3_5": "it reads pictures too; its text model alone is qwen3_5_text",
     "qwen3_5_moe": "it reads pictures too; its text model alone is qwen3_5_moe_text",
@@ -63,7 +63,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
     if text.get("use_bidirectional_attention") == "vision":  # among the tokens of a picture
         shared["use_bidirectional_attention"] = None
-    return _LEFT_OUT.get(str(text.get("model_type")), {}) | text | shared
+    return _OMITTED_FIELDS.get(str(text.get("model_type")), {}) | text | shared
 
 
 def parse_config(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest: int | None = None) -> ModelConfig:
@@ -76,15 +76,15 @@ def parse_config(config: Mapping[str, Any], *, path: str | os.PathLike[str], lon
     _refuse_unsupported(fields, family)
     hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
     num_layers, num_kv_heads = _num_layers(fields), _num_kv_heads(fields, family, num_heads)
-    latent = _latent(fields, num_heads) if family.latent else None
+    latent = _read_latent(fields, num_heads) if family.latent else None
     head_dim = latent.head_dim if latent is not None else _head_dim(fields, family, hidden_size, num_heads)
-    windows = _windows(fields, family, num_layers)
-    whole = (
-        config_fields.read_whole_heads(fields, windows, num_heads, num_kv_heads, head_dim) if family.gemma4 else None
+    windows = _layer_windows(fields, family, num_layers)
+    full_heads = (
+        config_fields.read_full_heads(fields, windows, num_heads, num_kv_heads, head_dim) if family.gemma4 else None
     )
-    turned = head_dim if latent is None else latent.rotary_dim
-    rotary, local = config_fields.read_rotary(fields, family, turned, longest, whole)
-    layers = _layers(fields, family, windows, rotary, local, whole)
+    rotary_dim = head_dim if latent is None else latent.rotary_dim
+    rotary, sliding_rotary = config_fields.read_rotary(fields, family, rotary_dim, longest, full_heads)
+    layers = _layer_kinds(fields, family, windows, rotary, sliding_rotary, full_heads)
     kinds = tuple(dict.fromkeys(layers))
     vocab_size = fields.get("vocab_size", int)
     return ModelConfig(
@@ -105,7 +105,7 @@ def parse_config(config: Mapping[str, Any], *, path: str | os.PathLike[str], lon
         pre_norms=family.pre_norms,
         post_norms=family.post_norms,
         fused=family.fused,
-        **_biases(fields, family),
+        **_read_biases(fields, family),
         activation=_activation(fields, family),
         embed_scale=_embed_scale(fields, family, hidden_size),
         residual_scale=_multiplier(fields, family, "residual_multiplier"),
@@ -123,12 +123,12 @@ def parse_config(config: Mapping[str, Any], *, path: str | os.PathLike[str], lon
         latent=latent,
         further_layers=fields.from_zero("num_nextn_predict_layers", 0),
         gated=family.gated,
-        delta=None if family.delta is None else _delta(fields, family.delta, num_layers),
+        delta=None if family.delta is None else _read_delta(fields, family.delta, num_layers),
         gemma4=config_fields.read_gemma4(fields, windows, vocab_size) if family.gemma4 else None,
     )
 
 
-def _biases(fields: Fields, family: Family) -> dict[str, bool]:
+def _read_biases(fields: Fields, family: Family) -> dict[str, bool]:
     """Returns which projections add a bias: by the file, unless all models of the family are alike."""
     attention = fields.get(family.bias_field, bool, family.biased)
     return dict(
@@ -146,8 +146,10 @@ def _num_layers(fields: Fields) -> int:
 
 
 def _num_kv_heads(fields: Fields, family: Family, num_heads: int) -> int:
-    given = family.all_kv_heads or "num_key_value_heads" in fields.config
-    heads: int = fields.get("num_key_value_heads", int, num_heads) if given else fields.get("num_key_value_heads", int)
+    has_default = family.all_kv_heads or "num_key_value_heads" in fields.config
+    heads: int = (
+        fields.get("num_key_value_heads", int, num_heads) if has_default else fields.get("num_key_value_heads", int)
+    )
     if num_heads % heads:
         raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
     return heads
@@ -156,7 +158,7 @@ def _num_kv_heads(fields: Fields, family: Family, num_heads: int) -> int:
 def _family(fields: Fields) -> tuple[str, Family]:
     name = fields.config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        why = f" ({_RELATIVES[name]})" if isinstance(name, str) and name in _RELATIVES else ""
+        why = f" ({_UNSUPPORTED_MODELS[name]})" if isinstance(name, str) and name in _UNSUPPORTED_MODELS else ""
         raise UserError(f"{fields.path}: model_type={name!r} is not supported{why}; use one of {', '.join(FAMILIES)}")
     return name, FAMILIES[name]
 
@@ -169,29 +171,30 @@ def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) 
 
 
 def _refuse_unsupported(fields: Fields, family: Family) -> None:
-    packed = fields.get("quantization_config", dict, {})
-    if packed and (family.quantization is None or packed.get("quant_method") != family.quantization):
-        only = "absent" if family.quantization is None else f"absent or quant_method={family.quantization}"
-        raise fields.refuse("quantization_config", f"is not supported; only {only}: use a bfloat16 checkpoint")
-    neutral = dict(_NEUTRAL)
+    """Raises UserError for a field that changes the mathematics and is not supported."""
+    quantization = fields.get("quantization_config", dict, {})
+    if quantization and (family.quantization is None or quantization.get("quant_method") != family.quantization):
+        allowed = "absent" if family.quantization is None else f"absent or quant_method={family.quantization}"
+        raise fields.refuse("quantization_config", f"is not supported; only {allowed}: use a bfloat16 checkpoint")
+    allowed_values = dict(_NEUTRAL_VALUES)
     if family.partial_rotary:
-        del neutral["partial_rotary_factor"]
+        del allowed_values["partial_rotary_factor"]
     if family.gemma4:
-        neutral["use_bidirectional_attention"] = (None, False, "vision")  # texts are causal
-        del neutral["per_layer_config"]
+        allowed_values["use_bidirectional_attention"] = (None, False, "vision")  # texts are causal
+        del allowed_values["per_layer_config"]
     if family.bare_layers:  # SmolLM3's file has a 2, which its class does not read
-        del neutral["pretraining_tp"]
+        del allowed_values["pretraining_tp"]
     if family.attn_softcap is None:
-        neutral["attn_logit_softcapping"] = (None,)
+        allowed_values["attn_logit_softcapping"] = (None,)
     if family.experts is not None or family.bare_layers:
-        neutral["use_sliding_window"] = (None, False)
+        allowed_values["use_sliding_window"] = (None, False)
     if family.latent:
-        neutral["mlp_bias"] = (None, False)
+        allowed_values["mlp_bias"] = (None, False)
     if family.experts is families.DEEPSEEK_V2:
-        neutral["rope_interleave"] = (None, True)
+        allowed_values["rope_interleave"] = (None, True)
     if not (family.query_pre_attn_scalar or family.gemma4):
-        neutral["final_logit_softcapping"] = (None,)
-    for key, values in neutral.items():
+        allowed_values["final_logit_softcapping"] = (None,)
+    for key, values in allowed_values.items():
         if fields.config.get(key) not in values:
             allowed = " or ".join("absent" if v is None else repr(v) for v in values)
             raise fields.refuse(key, f"changes the mathematics and is not supported; only {allowed}")
@@ -214,6 +217,7 @@ def _activation(fields: Fields, family: Family) -> str:
 
 
 def _multiplier(fields: Fields, family: Family, key: str) -> float:
+    """Reads a factor; 1 where the family has none."""
     return fields.above_zero(key, 1.0) if family.multipliers else 1.0
 
 
@@ -241,61 +245,66 @@ def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
     return cap
 
 
-def _layers(
-    fields: Fields, family: Family, windows: list[int | None], rotary: Rotary, local: Rotary | None, whole: Heads | None
+def _layer_kinds(
+    fields: Fields,
+    family: Family,
+    windows: list[int | None],
+    rotary: Rotary,
+    sliding_rotary: Rotary | None,
+    full_heads: Heads | None,
 ) -> list[AttentionKind]:
     """Returns the kind of each layer."""
     bare = config_fields.read_bare_layers(fields, len(windows)) if family.bare_layers else [False] * len(windows)
-    turns = [rotary if window is None or local is None else local for window in windows]
+    rotaries = [rotary if window is None or sliding_rotary is None else sliding_rotary for window in windows]
     return [
-        AttentionKind(window, STILL if one else turn, whole if window is None else None)
-        for window, turn, one in zip(windows, turns, bare, strict=True)
+        AttentionKind(window, STILL if still else layer_rotary, full_heads if window is None else None)
+        for window, layer_rotary, still in zip(windows, rotaries, bare, strict=True)
     ]
 
 
-def _windows(fields: Fields, family: Family, num_layers: int) -> list[int | None]:
+def _layer_windows(fields: Fields, family: Family, num_layers: int) -> list[int | None]:
     """Returns the window of each layer, or None."""
     if family.delta is not None:
         return [None] * num_layers
     # transformers writes 0 for a mixture without windows.
     window = None if family.slides == "never" else fields.or_null("sliding_window", int, family.window)
-    switch = family.slides == "late"  # qwen's, whose window counts only if switched on
-    if switch and not fields.get("use_sliding_window", bool, False):
+    has_switch = family.slides == "late"  # qwen's, whose window counts only if switched on
+    if has_switch and not fields.get("use_sliding_window", bool, False):
         window = None
     types = fields.get("layer_types", list, None)
     if types is None or family.slides == "always":
-        optional = switch or family.slides == "always"  # no window: no layer slides
-        slides = [_slides(fields, family, i) and not (optional and window is None) for i in range(num_layers)]
+        optional = has_switch or family.slides == "always"  # no window: no layer slides
+        slides = [_layer_slides(fields, family, i) and not (optional and window is None) for i in range(num_layers)]
     else:
         slides = [kind == "sliding_attention" for kind in types]
-    implied = ["sliding_attention" if slide else "full_attention" for slide in slides]
-    if types is not None and implied != types:
+    expected_types = ["sliding_attention" if layer_slides else "full_attention" for layer_slides in slides]
+    if types is not None and expected_types != types:
         raise fields.refuse(
-            "layer_types", f"must be {num_layers} of full_attention and sliding_attention, as {implied}"
+            "layer_types", f"must be {num_layers} of full_attention and sliding_attention, as {expected_types}"
         )
-    if len(implied) != num_layers:
+    if len(expected_types) != num_layers:
         raise fields.refuse("layer_types", f"must have one entry for each of num_hidden_layers={num_layers}")
     if any(slides) and (window is None or family.slides == "never"):
         raise fields.refuse("layer_types", f"is not supported with sliding_window={window}: no layer can slide")
     if family.gemma4:  # transformers lets the last layer see all
         slides[-1] = False
-    return [window if slide else None for slide in slides]
+    return [window if layer_slides else None for layer_slides in slides]
 
 
-def _slides(fields: Fields, family: Family, layer: int) -> bool:
+def _layer_slides(fields: Fields, family: Family, layer: int) -> bool:
     """Whether a layer has a sliding window, if `layer_types` is absent."""
     if family.slides == "late":
-        first = fields.config.get("max_window_layers", 28)
-        if not isinstance(first, int):
+        first_sliding = fields.config.get("max_window_layers", 28)
+        if not isinstance(first_sliding, int):
             raise fields.refuse("max_window_layers", "must be a whole number")
-        return layer >= first
+        return layer >= first_sliding
     if family.slides == "pattern" or isinstance(family.slides, int):
-        every = fields.get("sliding_window_pattern", int, 6) if family.slides == "pattern" else family.slides
-        return bool((layer + 1) % every != 0)
+        interval = fields.get("sliding_window_pattern", int, 6) if family.slides == "pattern" else family.slides
+        return bool((layer + 1) % interval != 0)
     return family.slides == "always"
 
 
-def _latent(fields: Fields, num_heads: int) -> Latent:
+def _read_latent(fields: Fields, num_heads: int) -> Latent:
     """Reads the sizes of latent attention."""
     kv_heads = fields.get("num_key_value_heads", int, num_heads)
     if kv_heads != num_heads:
@@ -318,13 +327,13 @@ def _latent(fields: Fields, num_heads: int) -> Latent:
 def _latent_scale(fields: Fields, head_dim: int, rotary: Rotary) -> float:
     """Returns the scale of scores; YaRN's `mscale_all_dim` raises it."""
     rope = fields.config.get("rope_scaling") or fields.config.get("rope_parameters") or {}
-    stretch = config_fields.mscale(rotary.factor, Fields(rope, fields.path).get("mscale_all_dim", float, 0.0))
-    return float(head_dim**-0.5 * stretch**2)
+    yarn_scale = config_fields.mscale(rotary.factor, Fields(rope, fields.path).get("mscale_all_dim", float, 0.0))
+    return float(head_dim**-0.5 * yarn_scale**2)
 
 
-def _delta(fields: Fields, layout: DeltaLayout, num_layers: int) -> Delta | None:
+def _read_delta(fields: Fields, layout: DeltaLayout, num_layers: int) -> Delta | None:
     """Reads the delta nets; None if every layer has attention."""
-    linear = _linear(fields, num_layers)
+    linear = _linear_layers(fields, num_layers)
     if not any(linear):
         return None
     key_heads, value_heads = fields.get("linear_num_key_heads", int, 16), fields.get("linear_num_value_heads", int, 32)
@@ -341,11 +350,12 @@ def _delta(fields: Fields, layout: DeltaLayout, num_layers: int) -> Delta | None
     )
 
 
-def _linear(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+def _linear_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Returns whether each layer has a gated delta net in place of attention."""
     types = fields.get("layer_types", list, None)
     if types is None:
-        every = fields.get("full_attention_interval", int, 4)
-        return tuple((i + 1) % every != 0 for i in range(num_layers))
+        interval = fields.get("full_attention_interval", int, 4)
+        return tuple((i + 1) % interval != 0 for i in range(num_layers))
     if len(types) != num_layers or not set(types) <= {"linear_attention", "full_attention"}:
         raise fields.refuse("layer_types", f"must be {num_layers} of linear_attention and full_attention")
     return tuple(kind == "linear_attention" for kind in types)

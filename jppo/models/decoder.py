@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.models import attention, experts, kernels, lora, router
-from jppo.models.attention import Attend, Cache, Held, LayerCache, attend_cached, cache_dtype, extend_cache, make_plain
+from jppo.models.attention import Attend, Cache, LayerCache, State, attend_cached, cache_dtype, extend_cache, make_plain
 from jppo.models.config import AttentionKind, Gemma4, Group, LayerModules, ModelConfig, Stack
 from jppo.models.delta import DeltaNet, LatentAttention
 from jppo.models.experts import Mix, Mixture
@@ -29,28 +29,28 @@ from jppo.models.modules import (
     RMSNorm,
     embeddings_by_stack,
     look_up,
-    scaled,
+    scale_in_f32,
 )
 from jppo.models.params import Head
-from jppo.models.rotary import Place, Places, places, rotate
-from jppo.models.router import Given, Givens
+from jppo.models.rotary import LayerPositions, Positions, add_angles, rotate
+from jppo.models.router import Replayed, ReplayedStacks
 from jppo.types import Params
 
 _COLLECTIONS = (lora.COLLECTION, router.SUMS, router.CHOICES)  # of a layer, next to its parameters
 Remat = Literal["none", "dots", "attention", "full"]  # the outputs of a layer that are saved for its backward pass
 
 
-def _keep(*names: str) -> Callable[..., Any]:
+def _save_named(*names: str) -> Callable[..., Any]:
     """Makes the policy that saves named outputs and the output of cuDNN's attention, which cannot have a name."""
-    named = jax.checkpoint_policies.save_only_these_names(*names)
-    return lambda primitive, *args, **settings: primitive.name == _CUDNN or named(primitive, *args, **settings)
+    save_names = jax.checkpoint_policies.save_only_these_names(*names)
+    return lambda primitive, *args, **settings: primitive.name == _CUDNN or save_names(primitive, *args, **settings)
 
 
 _CUDNN = "dot_product_attention_fwd_wrapper"
 POLICIES = {
     # Saves the products with weights, in the activations' dtype, and attention; recomputes the rest.
-    "dots": _keep(kernels.NAME, attention.NAME),
-    "attention": _keep(attention.NAME),
+    "dots": _save_named(kernels.NAME, attention.NAME),
+    "attention": _save_named(attention.NAME),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -69,7 +69,10 @@ class Attention(nn.Module):
     modules: LayerModules
 
     @nn.compact
-    def __call__(self, x: jax.Array, place: Place, held: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
+    def __call__(
+        self, x: jax.Array, positions: LayerPositions, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Computes attention of x [R, T, D]; returns it with the extended cache, or with keys and values to share."""
         cfg, modules = self.cfg, self.modules
         D, H, (K, A) = cfg.hidden_size, cfg.num_heads, cfg.heads_of(modules)
 
@@ -84,8 +87,8 @@ class Attention(nn.Module):
             if modules.valued:
                 v = project("v", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
             if cfg.gated:
-                both = project("q", "rtd,dhga->rthga", (D, H, 2, A), (H, 2, A) if cfg.qkv_bias else None)(x)
-                q, gate = both[:, :, :, 0], both[:, :, :, 1]
+                q_and_gate = project("q", "rtd,dhga->rthga", (D, H, 2, A), (H, 2, A) if cfg.qkv_bias else None)(x)
+                q, gate = q_and_gate[:, :, :, 0], q_and_gate[:, :, :, 1]
             else:
                 q = project("q", "rtd,dha->rtha", (D, H, A), (H, A) if cfg.qkv_bias else None)(x)
         if cfg.qk_norm is not None:
@@ -98,23 +101,25 @@ class Attention(nn.Module):
         sinks = None
         if cfg.sinks:
             sinks = self.param("sinks", nn.initializers.normal(cfg.initializer_range), (H,), self.param_dtype)
-        q = rotate(q, place.cos, place.sin)
+        q = rotate(q, positions.cos, positions.sin)
         if modules.keyed:
-            k = rotate(k, place.cos, place.sin)
-        elif held is None:
-            k, v = place.shared
-        if held is None:
-            assert place.segment is not None
-            mixed = self.attend(q, k, v, place.segment, place.kind, sinks)  # [R, T, H, A]
+            k = rotate(k, positions.cos, positions.sin)
+        elif cache is None:
+            k, v = positions.shared
+        if cache is None:
+            assert positions.segment is not None
+            output = self.attend(q, k, v, positions.segment, positions.kind, sinks)  # [R, T, H, A]
             if modules.keys == "kept":
-                held = LayerCache(k, v)
+                cache = LayerCache(k, v)
         else:
-            held = extend_cache(held, k, v, place.position) if modules.keyed else held
-            assert held.v is not None
-            mixed = attend_cached(q, held.k, held.v, place.position, place.kind, sinks, **attention_settings(cfg))
+            cache = extend_cache(cache, k, v, positions.position) if modules.keyed else cache
+            assert cache.v is not None
+            output = attend_cached(
+                q, cache.k, cache.v, positions.position, positions.kind, sinks, **attention_settings(cfg)
+            )
         if cfg.gated:
-            mixed *= jax.nn.sigmoid(gate)
-        return project("o", "rtha,had->rtd", (H, A, D), (D,) if cfg.o_bias else None)(mixed), held
+            output *= jax.nn.sigmoid(gate)
+        return project("o", "rtha,had->rtd", (H, A, D), (D,) if cfg.o_bias else None)(output), cache
 
 
 class Layer(nn.Module):
@@ -135,15 +140,16 @@ class Layer(nn.Module):
         self,
         x: jax.Array,
         kind: jax.Array | int,
-        places: Places,
-        given: Given = None,
-        beside: jax.Array | None = None,
-        held: Held | None = None,
-    ) -> tuple[jax.Array, Held | None]:
+        positions: Positions,
+        replayed: Replayed = None,
+        layer_embedding: jax.Array | None = None,
+        cache: State | None = None,
+    ) -> tuple[jax.Array, State | None]:
+        """Computes the layer's output [R, T, D] and its extended cache, if there is one."""
         cfg, modules = self.cfg, self.modules
 
-        def norm(name: str, y: jax.Array, applied: bool) -> jax.Array:
-            return RMSNorm(cfg, self.param_dtype, name=name)(y) if applied else y
+        def norm(name: str, y: jax.Array, enabled: bool) -> jax.Array:
+            return RMSNorm(cfg, self.param_dtype, name=name)(y) if enabled else y
 
         mixer: Any = functools.partial(Attention, modules=modules)
         if modules.mixer == "delta":
@@ -153,33 +159,33 @@ class Layer(nn.Module):
                 to_cache = functools.partial(attend_cached, **attention_settings(cfg))
                 mixer = functools.partial(LatentAttention, attend_cached=to_cache)
             mixer = mixer(cfg, self.param_dtype, self.attend, name="attn")
-        y, held = mixer(norm("attn_norm", x, cfg.pre_norms), places.of(kind, modules.kind), held)
-        x = x + scaled(norm("attn_post_norm", y, cfg.post_norms), cfg.residual_scale)
+        y, cache = mixer(norm("attn_norm", x, cfg.pre_norms), positions.for_layer(kind, modules.kind), cache)
+        x = x + scale_in_f32(norm("attn_post_norm", y, cfg.post_norms), cfg.residual_scale)
         y = norm("mlp_norm", x, cfg.pre_norms)
         if modules.dense:
             y = MLP(cfg, self.param_dtype, cfg.mlp_width(modules), name="mlp")(y)
         if modules.sparse:
             mixture = Mixture(cfg, self.param_dtype, self.mix, name="experts")
             if modules.beside:
-                other = mixture(norm("experts_norm", x, True), given, places.counted, x)
-                y = norm("mlp_own_norm", y, True) + norm("experts_post_norm", other, True)
+                experts_output = mixture(norm("experts_norm", x, True), replayed, positions.counted, x)
+                y = norm("mlp_own_norm", y, True) + norm("experts_post_norm", experts_output, True)
             else:
-                y = mixture(y, given, places.counted)
-        x = x + scaled(norm("mlp_post_norm", y, cfg.post_norms), cfg.residual_scale)
+                y = mixture(y, replayed, positions.counted)
+        x = x + scale_in_f32(norm("mlp_post_norm", y, cfg.post_norms), cfg.residual_scale)
         if cfg.gemma4 is not None:
-            x = self._with_gemma4s(cfg.gemma4, x, beside)
-        return self.constrain(x), held
+            x = self._add_layer_embedding(cfg.gemma4, x, layer_embedding)
+        return self.constrain(x), cache
 
-    def _with_gemma4s(self, spec: Gemma4, x: jax.Array, beside: jax.Array | None) -> jax.Array:
+    def _add_layer_embedding(self, spec: Gemma4, x: jax.Array, layer_embedding: jax.Array | None) -> jax.Array:
         """Adds the layer's own embedding of the token, gated by the state, and multiplies by the layer's factor."""
         cfg, D, P = self.cfg, self.cfg.hidden_size, spec.per_layer
 
         def project(name: str, equation: str, *shape: int) -> Project:
             return Project(equation, shape, None, cfg.initializer_range, self.param_dtype, name=name)
 
-        if beside is not None:
+        if layer_embedding is not None:
             gate = ACTIVATIONS[cfg.activation](project("per_layer_gate", "rtd,dp->rtp", D, P)(x))
-            y = project("per_layer_out", "rtp,pd->rtd", P, D)(gate * beside)
+            y = project("per_layer_out", "rtp,pd->rtd", P, D)(gate * layer_embedding)
             x = x + RMSNorm(cfg, self.param_dtype, name="per_layer_norm")(y)
         factor = self.param("scalar", nn.initializers.ones, (1,), self.param_dtype)
         return x * jax.lax.stop_gradient(factor).astype(x.dtype)[None, None]
@@ -193,10 +199,15 @@ class Period(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, kinds: jax.Array, places: Places, given: Givens, beside: tuple[jax.Array | None, ...]
+        self,
+        x: jax.Array,
+        kinds: jax.Array,
+        positions: Positions,
+        replayed: ReplayedStacks,
+        layer_embeddings: tuple[jax.Array | None, ...],
     ) -> tuple[jax.Array, None]:
         for i, stack in enumerate(self.group):
-            x, _ = self.make(stack)(x, kinds[i], places, given[i], beside[i])
+            x, _ = self.make(stack)(x, kinds[i], positions, replayed[i], layer_embeddings[i])
         return x, None
 
 
@@ -224,29 +235,30 @@ class Decoder(nn.Module):
         segment: jax.Array,
         position: jax.Array,
         counted: jax.Array | None = None,
-        given: Given = None,
+        replayed: Replayed = None,
     ) -> jax.Array:
+        """Computes the hidden states [R, T, D] of tokens [R, T]; `replayed` experts replace the routers' choices."""
         chex.assert_rank([tokens, segment, position], 2)
         chex.assert_equal_shape([tokens, segment, position])
         cfg = self.cfg
         embed = Embed(cfg, self.param_dtype, self.dtype, self.lookup, cfg.hidden_size, name="embed")
-        x = self.constrain(embedded(embed(tokens), cfg, self.dtype))
-        each = None
+        x = self.constrain(scale_embeddings(embed(tokens), cfg, self.dtype))
+        embeddings = None
         if cfg.gemma4 is not None and cfg.gemma4.per_layer:
-            each = PerLayer(cfg, self.param_dtype, self.lookup, name="per_layer")(tokens, x)
+            embeddings = PerLayer(cfg, self.param_dtype, self.lookup, name="per_layer")(tokens, x)
         layer: Any = Layer
         if self.remat != "none":
             # In a real loop XLA cannot merge the recomputation with the first computation; unrolled it could.
             layer = nn.remat(layer, policy=POLICIES[self.remat], prevent_cse=not self.scan_layers)
         attend = make_plain(**attention_settings(cfg)) if self.attend is None else self.attend
-        where = dataclasses.replace(places_of(cfg, position, segment), counted=counted)
+        positions = dataclasses.replace(positions_by_kind(cfg, position, segment), counted=counted)
 
         def settings(stack: Stack) -> tuple[Any, ...]:
             return cfg, self.param_dtype, self.constrain, attend, self.mix, stack.modules
 
         for group in cfg.groups:
             count = group[0].count
-            scanned = functools.partial(
+            scan = functools.partial(
                 nn.scan,
                 variable_axes={"params": 0, **dict.fromkeys(_COLLECTIONS, 0)},
                 split_rngs={"params": True},
@@ -255,59 +267,59 @@ class Decoder(nn.Module):
                 unroll=1 if self.scan_layers else count,
             )
             kinds = jnp.asarray([cfg.layer_kinds[stack.layers] for stack in group], jnp.int32)
-            own, of_layers = router.given_by_stack(given, group), embeddings_by_stack(each, group)
+            replays, vectors = (router.replayed_by_stack(replayed, group), embeddings_by_stack(embeddings, group))
             if len(group) == 1:
-                layers = scanned(layer)(*settings(group[0]), name=group[0].path[0])
-                x, kept = layers(x, kinds[0], where, own[0], of_layers[0])
-                if kept is not None:
-                    where = sharing_keys(where, group[0].modules, jax.tree.map(lambda y: y[0], kept))
+                layers = scan(layer)(*settings(group[0]), name=group[0].path[0])
+                x, shared_keys = layers(x, kinds[0], positions, replays[0], vectors[0])
+                if shared_keys is not None:
+                    positions = add_shared_keys(positions, group[0].modules, jax.tree.map(lambda y: y[0], shared_keys))
             else:
-                periods = scanned(Period)(
+                periods = scan(Period)(
                     group, lambda stack: layer(*settings(stack), name=stack.path[1]), name=group[0].path[0]
                 )
-                x, _ = periods(x, kinds.T, where, own, of_layers)
+                x, _ = periods(x, kinds.T, positions, replays, vectors)
         return self.constrain(RMSNorm(cfg, self.param_dtype, name="norm")(x))
 
 
 def attention_settings(cfg: ModelConfig) -> dict[str, Any]:
-    """Returns a model's arguments of attention."""
+    """Returns the arguments of attention that a model sets: scale, soft cap and windows."""
     windows = tuple(kind.window for kind in cfg.kinds)
     return dict(scale=cfg.query_scale, softcap=cfg.attn_softcap, windows=windows)
 
 
-def places_of(cfg: ModelConfig, position: jax.Array, segment: jax.Array | None) -> Places:
-    """Returns the tokens' places for every kind of layer."""
+def positions_by_kind(cfg: ModelConfig, position: jax.Array, segment: jax.Array | None) -> Positions:
+    """Returns the tokens' positions, with the rotary angles of every kind of layer."""
 
-    def turned(kind: AttentionKind) -> int:
+    def rotary_dim(kind: AttentionKind) -> int:
         if kind.heads is not None:
             return kind.heads.head_dim
         return cfg.head_dim if cfg.latent is None else cfg.latent.rotary_dim
 
-    return places([(kind.rotary, turned(kind)) for kind in cfg.kinds], position, segment)
+    return add_angles([(kind.rotary, rotary_dim(kind)) for kind in cfg.kinds], position, segment)
 
 
-def sharing_keys(where: Places, modules: LayerModules, kept: LayerCache) -> Places:
-    """Adds the keys and values that later layers of this kind share."""
+def add_shared_keys(positions: Positions, modules: LayerModules, cache: LayerCache) -> Positions:
+    """Adds a layer's keys and values, which later layers of its kind share."""
     assert modules.kind is not None
-    return dataclasses.replace(where, shared=(where.shared or {}) | {modules.kind: (kept.k, kept.v)})
+    return dataclasses.replace(positions, shared=(positions.shared or {}) | {modules.kind: (cache.k, cache.v)})
 
 
-def embedded(rows: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:
-    """Looks up the embeddings as inputs of the first layer."""
-    x = rows.astype(dtype)
+def scale_embeddings(embeddings: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:
+    """Casts looked-up embeddings [R, T, D] and scales them, as inputs of the first layer."""
+    x = embeddings.astype(dtype)
     return x if cfg.embed_scale == 1.0 else x * jnp.asarray(cfg.embed_scale, dtype)  # rounded, as by transformers
 
 
 def split_layers(variables: Params, cfg: ModelConfig) -> Params:
-    """Splits the stacked layers into a tuple: once before a loop of `forward_cached`."""
-    each: dict[int, Params] = {}
+    """Splits the stacked parameters into a tuple of layers: once before a loop of `forward_cached`."""
+    layers_by_index: dict[int, Params] = {}
     for stack in cfg.stacks:
         parts = {name: lora.find_adapters(part, stack.path) for name, part in variables.items()}
         layers = {name: part for name, part in parts.items() if part is not None}
         for i in range(stack.count):
-            each[stack.first + i * stack.step] = jax.tree.map(lambda x, i=i: x[i], layers)
+            layers_by_index[stack.first + i * stack.step] = jax.tree.map(lambda x, i=i: x[i], layers)
     return {
-        "layers": tuple(each[i] for i in range(cfg.num_layers)),
+        "layers": tuple(layers_by_index[i] for i in range(cfg.num_layers)),
         **{name: variables["params"][name] for name in ("embed", "norm", "per_layer") if name in variables["params"]},
     }
 
@@ -331,25 +343,27 @@ def forward_cached(
     """
     chex.assert_rank([tokens, position], 2)
     dtype = cache_dtype(cache)
-    x = constrain(embedded(split["embed"]["embedding"][tokens], cfg, dtype))
-    where = places_of(cfg, position, segment)
+    x = constrain(scale_embeddings(split["embed"]["embedding"][tokens], cfg, dtype))
+    positions = positions_by_kind(cfg, position, segment)
     attend = make_plain(**attention_settings(cfg))
-    each = [None] * cfg.num_layers
+    layer_embeddings = [None] * cfg.num_layers
     if "per_layer" in split:
         embeddings: Any = PerLayer(cfg, dtype, look_up).apply({"params": split["per_layer"]}, tokens, x)
-        each = list(jnp.moveaxis(embeddings, 2, 0))
-    after, chosen, kept = list[Held | None](), list[jax.Array | None](), dict[int | None, Held]()
-    layers = zip(split["layers"], cfg.layer_kinds, cache, cfg.layer_modules, each, strict=True)
-    for variables, kind, held, modules, own in layers:
+        layer_embeddings = list(jnp.moveaxis(embeddings, 2, 0))
+    next_cache, chosen, shared = list[State | None](), list[jax.Array | None](), dict[int | None, State]()
+    layers = zip(split["layers"], cfg.layer_kinds, cache, cfg.layer_modules, layer_embeddings, strict=True)
+    for variables, kind, layer_cache, modules, embedding in layers:
         layer = Layer(cfg, dtype, constrain, attend, mix, modules)
-        held = held if modules.keyed else kept[modules.kind]
-        (x, new), left = layer.apply(variables, x, kind, where, None, own, held, mutable=[router.CHOICES])
-        after.append(new if modules.keyed else None)
+        layer_cache = layer_cache if modules.keyed else shared[modules.kind]
+        (x, state), updates = layer.apply(
+            variables, x, kind, positions, None, embedding, layer_cache, mutable=[router.CHOICES]
+        )
+        next_cache.append(state if modules.keyed else None)
         if modules.keys == "kept":
-            kept[modules.kind] = new
-        chosen.append(router.layer_choice(left))
-    last: Any = RMSNorm(cfg, dtype).apply({"params": split["norm"]}, x)
-    return last, tuple(after), router.stacked_choices(chosen)
+            shared[modules.kind] = state
+        chosen.append(router.layer_choice(updates))
+    output: Any = RMSNorm(cfg, dtype).apply({"params": split["norm"]}, x)
+    return output, tuple(next_cache), router.stacked_choices(chosen)
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: Any) -> Params:

@@ -25,7 +25,7 @@ from jppo.models.attention import Attend, DeltaCache, LayerCache, extend_cache
 from jppo.models.config import ModelConfig
 from jppo.models.kernels import product
 from jppo.models.modules import ACTIVATIONS, Project, RMSNorm
-from jppo.models.rotary import Place, rotate
+from jppo.models.rotary import LayerPositions, rotate
 
 CHUNK = 64  # tokens whose changes of the state are computed together
 _EPS = 1e-6  # of the norms of queries and keys
@@ -38,7 +38,10 @@ class DeltaNet(nn.Module):
     param_dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array, place: Place, held: DeltaCache | None) -> tuple[jax.Array, DeltaCache | None]:
+    def __call__(
+        self, x: jax.Array, positions: LayerPositions, cache: DeltaCache | None
+    ) -> tuple[jax.Array, DeltaCache | None]:
+        """Computes the net's output for x [R, T, D]; returns it with the next recurrent state, if there was one."""
         cfg, spec = self.cfg, self.cfg.delta
         assert spec is not None
         D, N, U, W = cfg.hidden_size, spec.key_heads, spec.value_heads, spec.value_dim
@@ -56,39 +59,40 @@ class DeltaNet(nn.Module):
             return out
 
         if spec.joined:
-            each, rates = project("qkvz", N, spec.joined_widths[0])(x), project("ba", N, spec.joined_widths[1])(x)
-            *qkv, z = jnp.split(each, spec.joined_at, axis=-1)
+            qkvz, ba = project("qkvz", N, spec.joined_widths[0])(x), project("ba", N, spec.joined_widths[1])(x)
+            *qkv, z = jnp.split(qkvz, spec.joined_at, axis=-1)
             mixed = jnp.concatenate([part.reshape(R, T, -1) for part in qkv], axis=-1)
-            b, a = jnp.split(rates, 2, axis=-1)
+            b, a = jnp.split(ba, 2, axis=-1)
         else:
             mixed, z, b, a = project("qkv", C)(x), project("z", U, W)(x), project("b", U)(x), project("a", U)(x)
         kernel = param("conv", nn.initializers.normal(cfg.initializer_range), C, 1, spec.taps)[:, 0]
         decay = _decays(a.reshape(R, T, U), param("a_log", _log_rates, U), param("dt_bias", nn.initializers.ones, U))
         rate = jax.nn.sigmoid(b.reshape(R, T, U).astype(jnp.float32))
-        if held is None:
-            assert place.segment is not None
-            run = runs(place.segment)
+        if cache is None:
+            assert positions.segment is not None
+            run = number_runs(positions.segment)
             earlier, state = jnp.zeros((R, spec.taps - 1, C), mixed.dtype), None
         else:
-            run, (earlier, state) = jnp.zeros((R, T), jnp.int32), (held.inputs.astype(mixed.dtype), held.state)
-            if place.segment is not None:  # padding leaves the state unchanged
-                real = (place.segment > 0)[:, :, None]
+            run, (earlier, state) = jnp.zeros((R, T), jnp.int32), (cache.inputs.astype(mixed.dtype), cache.state)
+            if positions.segment is not None:  # padding leaves the state unchanged
+                real = (positions.segment > 0)[:, :, None]
                 decay, rate = jnp.where(real, decay, 0.0), jnp.where(real, rate, 0.0)
         inputs = jnp.concatenate([earlier, mixed], axis=1)
-        mixed = ACTIVATIONS[cfg.activation](convolved(inputs, kernel, run)).astype(x.dtype)
+        mixed = ACTIVATIONS[cfg.activation](convolve(inputs, kernel, run)).astype(x.dtype)
         q, k, v = jnp.split(mixed, [N * spec.key_dim, 2 * N * spec.key_dim], axis=-1)
-        q, k = (_normed(y.reshape(R, T, N, spec.key_dim)) for y in (q, k))
+        q, k = (_l2_normalize(y.reshape(R, T, N, spec.key_dim)) for y in (q, k))
         decay, rate, v = decay.reshape(R, T, N, G), rate.reshape(R, T, N, G), v.reshape(R, T, N, G, W)
-        out, state = recurrence(q * spec.key_dim**-0.5, k, v, decay, rate, run, state)
-        if held is not None:
-            held = DeltaCache(state, _last(inputs, place.segment, spec.taps - 1).astype(held.inputs.dtype))
+        out, state = run_delta_rule(q * spec.key_dim**-0.5, k, v, decay, rate, run, state)
+        if cache is not None:
+            cache = DeltaCache(state, _last_inputs(inputs, positions.segment, spec.taps - 1).astype(cache.inputs.dtype))
         gain = param("scale", nn.initializers.ones, W)
         y = _gated_norm(out.reshape(R, T, U, W), z.reshape(R, T, U, W), gain, cfg.rms_norm_eps)
         o = Project("rtha,had->rtd", (U, W, D), None, cfg.initializer_range, self.param_dtype, name="out")
-        return o(y.astype(x.dtype)), held
+        return o(y.astype(x.dtype)), cache
 
 
 def _log_rates(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Initialises the logarithms of decay rates, which are uniform."""
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0)).astype(dtype)
 
 
@@ -104,40 +108,40 @@ def _gated_norm(x: jax.Array, z: jax.Array, gain: jax.Array, eps: float) -> jax.
     return wide * gain.astype(jnp.float32)[None, None, None] * jax.nn.silu(z.astype(jnp.float32))
 
 
-def _normed(x: jax.Array) -> jax.Array:
+def _l2_normalize(x: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + _EPS)
 
 
-def runs(segment: jax.Array) -> jax.Array:
+def number_runs(segment: jax.Array) -> jax.Array:
     """Numbers the runs of equal segments in each row [R, T], from 1; run 0 continues a cache."""
     chex.assert_rank(segment, 2)
     starts = jnp.concatenate([jnp.ones_like(segment[:, :1]), jnp.diff(segment, axis=1) != 0], axis=1)
     return jnp.cumsum(starts.astype(jnp.int32), axis=1)
 
 
-def convolved(x: jax.Array, kernel: jax.Array, run: jax.Array) -> jax.Array:
+def convolve(x: jax.Array, kernel: jax.Array, run: jax.Array) -> jax.Array:
     """Convolves each channel of x [R, taps - 1 + T, C] with its kernel [C, taps] within runs [R, T]; in f32."""
     chex.assert_rank([x, kernel, run], [3, 2, 2])
     T, taps = run.shape[1], kernel.shape[1]
     total = jnp.zeros((x.shape[0], T, x.shape[2]), jnp.float32)
-    of_inputs = jnp.pad(run, [(0, 0), (taps - 1, 0)])
+    input_run = jnp.pad(run, [(0, 0), (taps - 1, 0)])
     for i in range(taps):
-        seen = of_inputs[:, i : i + T] == run
-        weighed = x[:, i : i + T].astype(jnp.float32) * kernel[None, None, :, i].astype(jnp.float32)
-        total += jnp.where(seen[:, :, None], weighed, 0.0)
+        same_run = input_run[:, i : i + T] == run
+        weighted = x[:, i : i + T].astype(jnp.float32) * kernel[None, None, :, i].astype(jnp.float32)
+        total += jnp.where(same_run[:, :, None], weighted, 0.0)
     return total
 
 
-def _last(inputs: jax.Array, segment: jax.Array | None, count: int) -> jax.Array:
+def _last_inputs(inputs: jax.Array, segment: jax.Array | None, count: int) -> jax.Array:
     """Returns the last inputs [R, count, C] before a row's padding."""
     if segment is None:
         return inputs[:, inputs.shape[1] - count :]
-    at = jnp.sum(segment > 0, axis=1)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-    return jnp.take_along_axis(inputs, at[:, :, None], axis=1)
+    index = jnp.sum(segment > 0, axis=1)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    return jnp.take_along_axis(inputs, index[:, :, None], axis=1)
 
 
-def recurrence(
+def run_delta_rule(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -156,44 +160,45 @@ def recurrence(
     R, T, N, A = q.shape
     if state is None:
         state = jnp.zeros((R, N, v.shape[3], A, v.shape[4]), jnp.float32)
-    size = min(CHUNK, T)
-    count = -(-T // size)
+    chunk_tokens = min(CHUNK, T)
+    count = -(-T // chunk_tokens)
 
     def chunks(x: jax.Array, axis: int, mode: Any = "constant") -> jax.Array:
         """Cuts [R, T, ...] into [chunks, R, ..., tokens, ...], padded by tokens that change nothing."""
-        x = jnp.pad(x, [(0, 0), (0, count * size - T)] + [(0, 0)] * (x.ndim - 2), mode=mode)
-        return jnp.moveaxis(x.reshape(R, count, size, *x.shape[2:]), (1, 2), (0, axis))
+        x = jnp.pad(x, [(0, 0), (0, count * chunk_tokens - T)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+        return jnp.moveaxis(x.reshape(R, count, chunk_tokens, *x.shape[2:]), (1, 2), (0, axis))
 
     vectors = (chunks(x.astype(jnp.float32), -2) for x in (q, k, v))
     numbers = (chunks(x.astype(jnp.float32), -1) for x in (decay, rate))
-    first = state, jnp.zeros((R,), jnp.int32)
-    step = jax.checkpoint(_chunk, prevent_cse=False)
-    (last, _), out = jax.lax.scan(step, first, (*vectors, *numbers, chunks(run, -1, "edge")))
+    initial = state, jnp.zeros((R,), jnp.int32)
+    step = jax.checkpoint(_run_chunk, prevent_cse=False)
+    (final, _), out = jax.lax.scan(step, initial, (*vectors, *numbers, chunks(run, -1, "edge")))
     out = jnp.moveaxis(out, (0, -2), (1, 2))  # [R, chunks, tokens, N, G, W]
-    return out.reshape(R, count * size, *out.shape[3:])[:, :T], last
+    return out.reshape(R, count * chunk_tokens, *out.shape[3:])[:, :T], final
 
 
-def _chunk(carry: tuple[jax.Array, jax.Array], now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+def _run_chunk(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
     """Computes a chunk's outputs [R, N, G, t, W] and the state after it. Its changes solve a triangular system."""
-    state, before = carry
-    q, k, v, decay, rate, run = now
-    earlier = jnp.tril(jnp.ones((run.shape[1],) * 2, bool), -1)[None, None, None]
+    state, last_run = carry
+    q, k, v, decay, rate, run = inputs
+    is_earlier = jnp.tril(jnp.ones((run.shape[1],) * 2, bool), -1)[None, None, None]
     # Log decays from token s to t, [R, N, G, t, s]. Differences of sums since the chunk's start would lose digits.
-    between = jnp.cumsum(jnp.where(earlier, decay[..., :, None], 0.0), axis=-2)
-    same = (run[:, :, None] == run[:, None, :])[:, None, None]
-    fade = jnp.exp(jnp.where(same & ~earlier.mT, between, -jnp.inf))
-    kept = (run == before[:, None])[:, None, None]
-    kept = jnp.where(kept, jnp.exp(jnp.cumsum(decay, axis=-1)), 0.0)[..., None]  # of the state before, [R, N, G, t, 1]
+    log_fade = jnp.cumsum(jnp.where(is_earlier, decay[..., :, None], 0.0), axis=-2)
+    same_run = (run[:, :, None] == run[:, None, :])[:, None, None]
+    fade = jnp.exp(jnp.where(same_run & ~is_earlier.mT, log_fade, -jnp.inf))
+    continues = (run == last_run[:, None])[:, None, None]
+    state_decay = jnp.where(continues, jnp.exp(jnp.cumsum(decay, axis=-1)), 0.0)[..., None]  # [R, N, G, t, 1]
     rate = rate[..., None]
-    wanted = rate * (v - kept * jnp.einsum("rnta,rngaw->rngtw", k, state))
-    overlap = rate * fade * jnp.einsum("rnta,rnsa->rnts", k, k)[:, :, None]
-    change = wanted
+    targets = rate * (v - state_decay * jnp.einsum("rnta,rngaw->rngtw", k, state))
+    triangle = rate * fade * jnp.einsum("rnta,rnsa->rnts", k, k)[:, :, None]
+    changes = targets
     if run.shape[1] > 1:
-        change = jax.lax.linalg.triangular_solve(overlap, wanted, left_side=True, lower=True, unit_diagonal=True)
+        changes = jax.lax.linalg.triangular_solve(triangle, targets, left_side=True, lower=True, unit_diagonal=True)
     scores = fade * jnp.einsum("rnta,rnsa->rnts", q, k)[:, :, None]
-    out = kept * jnp.einsum("rnta,rngaw->rngtw", q, state) + jnp.einsum("rngts,rngsw->rngtw", scores, change)
-    added = jnp.einsum("rnsa,rngsw->rngaw", k, fade[..., -1, :, None] * change)
-    return (kept[..., -1:, :] * state + added, run[:, -1]), out
+    out = state_decay * jnp.einsum("rnta,rngaw->rngtw", q, state)
+    out += jnp.einsum("rngts,rngsw->rngtw", scores, changes)
+    state_change = jnp.einsum("rnsa,rngsw->rngaw", k, fade[..., -1, :, None] * changes)
+    return (state_decay[..., -1:, :] * state + state_change, run[:, -1]), out
 
 
 NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is: as in transformers
@@ -208,7 +213,10 @@ class LatentAttention(nn.Module):
     attend_cached: Callable[..., jax.Array]
 
     @nn.compact
-    def __call__(self, x: jax.Array, place: Place, held: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
+    def __call__(
+        self, x: jax.Array, positions: LayerPositions, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Computes attention of x [R, T, D]; returns it with the extended cache, if there is one."""
         cfg, spec = self.cfg, self.cfg.latent
         assert spec is not None
         D, H, C, N, W = cfg.hidden_size, cfg.num_heads, spec.rank, spec.plain_dim, spec.value_dim
@@ -224,35 +232,35 @@ class LatentAttention(nn.Module):
         if spec.query_rank is None:
             q = project("q", "rtd,dha->rtha", D, H, spec.head_dim)(x)
         else:
-            low = norm("q_norm", project("q_a", "rtd,dq->rtq", D, spec.query_rank, bias=cfg.qkv_bias)(x))
-            q = project("q_b", "rtq,qha->rtha", spec.query_rank, H, spec.head_dim)(low)
-        plain, turned = q[..., :N], self._rotate(q[..., N:], place)
-        both = project("kv_a", "rtd,dj->rtj", D, spec.cached_dim, bias=cfg.qkv_bias)(x)
-        latent, key = norm("kv_norm", both[..., :C]), self._rotate(both[:, :, None, C:], place)
-        if held is None:
-            assert place.segment is not None
-            pair = project("kv_b", "rtc,chu->rthu", C, H, N + W)(latent)
-            key = jnp.broadcast_to(key, (*pair.shape[:3], key.shape[-1]))
-            q, k = (jnp.concatenate(parts, axis=-1) for parts in ((plain, turned), (pair[..., :N], key)))
-            mixed = self.attend(q, k, pair[..., N:], place.segment, place.kind)  # [R, T, H, W]
+            query_latent = norm("q_norm", project("q_a", "rtd,dq->rtq", D, spec.query_rank, bias=cfg.qkv_bias)(x))
+            q = project("q_b", "rtq,qha->rtha", spec.query_rank, H, spec.head_dim)(query_latent)
+        q_plain, q_rotary = q[..., :N], self._rotate(q[..., N:], positions)
+        latent_and_key = project("kv_a", "rtd,dj->rtj", D, spec.cached_dim, bias=cfg.qkv_bias)(x)
+        latent, key = norm("kv_norm", latent_and_key[..., :C]), self._rotate(latent_and_key[:, :, None, C:], positions)
+        if cache is None:
+            assert positions.segment is not None
+            keys_and_values = project("kv_b", "rtc,chu->rthu", C, H, N + W)(latent)
+            key = jnp.broadcast_to(key, (*keys_and_values.shape[:3], key.shape[-1]))
+            q, k = (jnp.concatenate(parts, axis=-1) for parts in ((q_plain, q_rotary), (keys_and_values[..., :N], key)))
+            output = self.attend(q, k, keys_and_values[..., N:], positions.segment, positions.kind)  # [R, T, H, W]
         else:
-            held = extend_cache(held, jnp.concatenate([latent[:, :, None], key], axis=-1), None, place.position)
-            kernel = self._expanding(x.dtype)
-            q = jnp.concatenate([product("rthn,chn->rthc", plain, kernel[..., :N]), turned], axis=-1)
-            near = self.attend_cached(q, held.k, held.k[..., :C], place.position, place.kind)
-            mixed = product("rthc,chw->rthw", near, kernel[..., N:])
-        return project("o", "rthw,hwd->rtd", H, W, D, bias=cfg.o_bias)(mixed), held
+            cache = extend_cache(cache, jnp.concatenate([latent[:, :, None], key], axis=-1), None, positions.position)
+            kernel = self._expansion_kernel(x.dtype)
+            q = jnp.concatenate([product("rthn,chn->rthc", q_plain, kernel[..., :N]), q_rotary], axis=-1)
+            mixed_latents = self.attend_cached(q, cache.k, cache.k[..., :C], positions.position, positions.kind)
+            output = product("rthc,chw->rthw", mixed_latents, kernel[..., N:])
+        return project("o", "rthw,hwd->rtd", H, W, D, bias=cfg.o_bias)(output), cache
 
-    def _rotate(self, x: jax.Array, place: Place) -> jax.Array:
+    def _rotate(self, x: jax.Array, positions: LayerPositions) -> jax.Array:
         """Rotates a part of each head [R, T, heads, P]; interleaved pairs are put in halves, as the keys' are."""
         assert self.cfg.latent is not None
         if self.cfg.latent.interleaved:
             x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
-        return rotate(x, place.cos, place.sin)
+        return rotate(x, positions.cos, positions.sin)
 
-    def _expanding(self, dtype: Any) -> jax.Array:
+    def _expansion_kernel(self, dtype: Any) -> jax.Array:
         """Returns the kernel from latents to keys and values [C, H, N + W], its adapter merged."""
-        own = self.variables
-        kernel: jax.Array = own["params"]["kv_b"]["kernel"].astype(dtype)
-        beside = own.get(lora.COLLECTION, {}).get("kv_b")
-        return kernel if beside is None else kernel + product("cz,zhu->chu", beside["a"].astype(dtype), beside["b"])
+        variables = self.variables
+        kernel: jax.Array = variables["params"]["kv_b"]["kernel"].astype(dtype)
+        adapter = variables.get(lora.COLLECTION, {}).get("kv_b")
+        return kernel if adapter is None else kernel + product("cz,zhu->chu", adapter["a"].astype(dtype), adapter["b"])

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jppo.errors import UserError
 from jppo.models.attention import NAME, Attend, Windows, make_plain
-from jppo.models.sequence_parallel import EXCHANGED, Split, repeated, row_axes
+from jppo.models.sequence_parallel import EXCHANGED, Split, repeat_heads, row_axes
 
 NAMES = ("auto", "xla", "cudnn", "pallas", "splash")
 
@@ -46,14 +46,14 @@ class Needs:
     dtype: Any  # of queries, keys and values
     one_segment: bool  # every row holds one trajectory from its first position on, then padding
     longest: int | None = None  # length of the longest trajectory: a window this large has no effect
-    shared: tuple[int, int] | None = None  # rows with prompts that several segments see, as in `attention.make_plain`
+    shared: tuple[int, int] | None = None  # rows with prompts that several segments see, as in `make_xla_attention`
     sinks: bool = False  # each head has a learned score of no key
 
     @property
-    def reach(self) -> Windows:
+    def used_windows(self) -> Windows:
         """Returns the windows, None where they have no effect."""
-        far = math.inf if self.longest is None else self.longest
-        return tuple(None if window is None or window >= far else window for window in self.windows)
+        longest = math.inf if self.longest is None else self.longest
+        return tuple(None if window is None or window >= longest else window for window in self.windows)
 
 
 def capability(device: jax.Device) -> tuple[int, int]:
@@ -73,7 +73,7 @@ def choose_kernel(
     """
     if name not in NAMES:
         raise UserError(f"{setting}={name!r} must be one of {', '.join(NAMES)}")
-    if needs.shared is not None and (window := _window(needs)) is not None:
+    if needs.shared is not None and (window := _first_window(needs)) is not None:
         raise UserError(
             f"data.packing=prefix: the model has a sliding window of {window} tokens, less than a prompt and a response"
             f" may have ({needs.longest}), and it would attend to other samples; use data.packing=buckets"
@@ -82,19 +82,19 @@ def choose_kernel(
     def reason(kernel: str) -> str | None:
         if backend != _BACKENDS[kernel]:
             return f"it runs on a {_BACKENDS[kernel]}, and the devices are of platform {backend}"
-        return _lacks(kernel, needs, gpu if backend == "gpu" else None)
+        return _unsupported_reason(kernel, needs, gpu if backend == "gpu" else None)
 
     if name == "auto":
         reasons = {kernel: reason(kernel) for kernel in _AUTO.get(backend, ())}
-        able = [kernel for kernel, why in reasons.items() if why is None]
-        if able == ["pallas"] and needs.one_segment and needs.longest is not None and needs.longest <= _TILE:
+        supported = [kernel for kernel, fault in reasons.items() if fault is None]
+        if supported == ["pallas"] and needs.one_segment and needs.longest is not None and needs.longest <= _TILE:
             return "xla", None
-        if able or not reasons:
-            return (able[0] if able else "xla"), None
-        lacking = "; ".join(f"{kernel}: {why}" for kernel, why in reasons.items())
-        return "xla", f"no fused attention, so the scores of whole rows are held in memory ({lacking})"
-    if name != "xla" and (why := reason(name)) is not None:
-        raise UserError(f"{setting}={name}: {why}; use {setting}=auto")
+        if supported or not reasons:
+            return (supported[0] if supported else "xla"), None
+        faults = "; ".join(f"{kernel}: {fault}" for kernel, fault in reasons.items())
+        return "xla", f"no fused attention, so the scores of whole rows are held in memory ({faults})"
+    if name != "xla" and (fault := reason(name)) is not None:
+        raise UserError(f"{setting}={name}: {fault}; use {setting}=auto")
     return name, None
 
 
@@ -107,14 +107,14 @@ def make_attention(
     `interpret` runs a kernel on any device, slowly: as its own program, and cudnn's as the same call to XLA.
     """
     if kernel == "xla":
-        return make_plain(scale=needs.scale, softcap=needs.softcap, windows=needs.reach, shared=needs.shared)
-    if (why := _lacks(kernel, needs, None)) is not None:
-        raise UserError(f"attention by {kernel}: {why}; use xla")
-    makers = {"cudnn": _cudnn, "pallas": _pallas, "splash": _splash}
-    of_window = functools.partial(makers[kernel], needs, interpret=interpret)
-    windows = tuple(dict.fromkeys(needs.reach))
-    kernels = [_spread(_tiled(of_window(window)), mesh, split) for window in windows]
-    which = tuple(windows.index(window) for window in needs.reach)  # of each kind
+        return make_plain(scale=needs.scale, softcap=needs.softcap, windows=needs.used_windows, shared=needs.shared)
+    if (fault := _unsupported_reason(kernel, needs, None)) is not None:
+        raise UserError(f"attention by {kernel}: {fault}; use xla")
+    makers = {"cudnn": _make_cudnn, "pallas": _make_pallas, "splash": _make_splash}
+    make_kernel = functools.partial(makers[kernel], needs, interpret=interpret)
+    windows = tuple(dict.fromkeys(needs.used_windows))
+    kernels = [_shard(_pad_to_tiles(make_kernel(window)), mesh, split) for window in windows]
+    kernel_of_kind = tuple(windows.index(window) for window in needs.used_windows)  # of each kind
 
     def attend(
         q: jax.Array,
@@ -127,42 +127,42 @@ def make_attention(
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
         A, W = q.shape[3], v.shape[3]
         if A != W:  # the kernels take heads of one size; zeros change no score
-            q, k, wide = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, max(A, W) - x.shape[3]))) for x in (q, k, v))
-            return attend(q, k, wide, segment, kind, sinks)[..., :W]
+            q, k, wide_v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, max(A, W) - x.shape[3]))) for x in (q, k, v))
+            return attend(q, k, wide_v, segment, kind, sinks)[..., :W]
         if len(kernels) == 1:
             return kernels[0](q, k, v, segment, sinks)
-        out: jax.Array = jax.lax.switch(jnp.asarray(which, jnp.int32)[kind], kernels, q, k, v, segment, sinks)
+        out: jax.Array = jax.lax.switch(jnp.asarray(kernel_of_kind, jnp.int32)[kind], kernels, q, k, v, segment, sinks)
         return out
 
     return attend
 
 
-def _window(needs: Needs) -> int | None:
+def _first_window(needs: Needs) -> int | None:
     """Returns the first window with an effect."""
-    return next((window for window in needs.reach if window is not None), None)
+    return next((window for window in needs.used_windows if window is not None), None)
 
 
-def _lacks(kernel: str, needs: Needs, gpu: tuple[int, int] | None) -> str | None:
+def _unsupported_reason(kernel: str, needs: Needs, gpu: tuple[int, int] | None) -> str | None:
     """Returns why a kernel does not support these needs, else None. `gpu` None: any GPU that supports it."""
     dtype, A = jnp.dtype(needs.dtype), needs.head_dim
-    window = _window(needs)
+    window = _first_window(needs)
     if needs.shared is not None:
         return "it lets a token see its own segment alone, and data.packing=prefix has prompts that several see"
     if gpu is not None and gpu < (8, 0):
-        has = "none" if gpu == (0, 0) else f"{gpu[0]}.{gpu[1]}"
-        return f"it needs a GPU of compute capability 8.0 or more, and this one has {has}"
+        capability_text = "none" if gpu == (0, 0) else f"{gpu[0]}.{gpu[1]}"
+        return f"it needs a GPU of compute capability 8.0 or more, and this one has {capability_text}"
     if kernel != "splash" and needs.softcap is not None:
         return f"it has no soft cap, and the model caps its scores at {needs.softcap:g}"
     if kernel != "splash" and needs.sinks:
         return "it has no attention sinks, and the model has one for each head"
     if kernel == "cudnn":
-        widest = 128 if gpu is not None and gpu < (9, 0) else 256
+        max_head_dim = 128 if gpu is not None and gpu < (9, 0) else 256
         if not needs.one_segment:
             return "it takes rows of one trajectory each, and data.packing=segments shares them"
         if dtype not in (jnp.bfloat16, jnp.float16):
             return f"it computes in bfloat16 or float16, and the model in {dtype}"
-        if A % 8 or widest < A:
-            return f"it takes heads of a multiple of 8 up to {widest}, and the model's head_dim is {A}"
+        if A % 8 or max_head_dim < A:
+            return f"it takes heads of a multiple of 8 up to {max_head_dim}, and the model's head_dim is {A}"
     if kernel == "pallas":
         if window is not None:
             return f"it has no sliding window, and the model has one of {window} tokens"
@@ -171,8 +171,8 @@ def _lacks(kernel: str, needs: Needs, gpu: tuple[int, int] | None) -> str | None
     return None
 
 
-def _cudnn(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
-    """Masks by causality alone: no token sees the padding after its row's trajectory."""
+def _make_cudnn(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
+    """Makes attention by cuDNN's kernel, which masks by causality alone: padding follows its row's trajectory."""
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array, __: jax.Array | None) -> jax.Array:
         return jax.nn.dot_product_attention(
@@ -188,7 +188,8 @@ def _cudnn(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
     return kernel
 
 
-def _pallas(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
+def _make_pallas(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
+    """Makes attention by JAX's Triton kernel (NVIDIA GPUs)."""
     from jax.experimental.pallas.ops.gpu import attention as triton
 
     assert window is None and needs.softcap is None
@@ -208,46 +209,47 @@ def _triton_blocks(head_dim: int, itemsize: int) -> dict[str, Any]:
 
     Forward holds its queries, and double-buffered keys and values; backward holds 6 blocks.
     """
-    row = itemsize * 2 ** math.ceil(math.log2(head_dim))
-    room = 96 * 2**10 // row
-    q, k = next((q, k) for q, k in ((128, 128), (128, 64), (64, 32), (32, 16)) if q + 4 * k <= room)
-    back = 32 if room >= 6 * 32 else 16
-    backward = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), back)
+    head_bytes = itemsize * 2 ** math.ceil(math.log2(head_dim))
+    max_rows = 96 * 2**10 // head_bytes
+    q, k = next((q, k) for q, k in ((128, 128), (128, 64), (64, 32), (32, 16)) if q + 4 * k <= max_rows)
+    backward_block = 32 if max_rows >= 6 * 32 else 16
+    backward = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), backward_block)
     return dict(block_q=q, block_k=k, **backward)
 
 
-def _splash(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
+def _make_splash(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
+    """Makes attention by JAX's splash kernel (TPUs)."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    row = jnp.dtype(needs.dtype).itemsize * needs.head_dim
+    head_bytes = jnp.dtype(needs.dtype).itemsize * needs.head_dim
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, sinks: jax.Array | None) -> jax.Array:
         T, H = q.shape[1:3]
         square = (T, T)
         mask = splash.CausalMask(square) if window is None else splash.LocalMask(square, (window - 1, 0), offset=0)
-        mixed = splash.make_splash_mha_single_device(
+        attend = splash.make_splash_mha_single_device(
             splash.MultiHeadMask([mask] * H),
-            block_sizes=splash.BlockSizes(**_splash_blocks(T, row)),
+            block_sizes=splash.BlockSizes(**_splash_blocks(T, head_bytes)),
             attn_logits_soft_cap=needs.softcap,
             residual_checkpoint_name=NAME,
             interpret=interpret,
         )
         scaled = (needs.scale * q.astype(jnp.float32)).astype(q.dtype)  # the kernel takes no scale
         heads_first = (x.swapaxes(1, 2) for x in (scaled, k, v))
-        by_row = jax.vmap(functools.partial(mixed, sinks=sinks))
+        by_row = jax.vmap(functools.partial(attend, sinks=sinks))
         out: jax.Array = by_row(*heads_first, splash.SegmentIds(segment, segment)).swapaxes(1, 2)
         return out
 
     return kernel
 
 
-def _splash_blocks(T: int, row: int) -> dict[str, Any]:
-    """Returns block sizes of the splash kernels for rows of T positions, whose heads have `row` bytes.
+def _splash_blocks(T: int, head_bytes: int) -> dict[str, Any]:
+    """Returns block sizes of the splash kernels for rows of T positions, whose heads have `head_bytes` bytes.
 
     Larger blocks are faster, as far as they fit in a core's memory. The fused backward kernel computes scores once
     instead of twice. It holds the queries' gradient once per block of keys, so long rows do without.
     """
-    block = next(size for size in (1024, 512, 256, 128) if T % size == 0 and size * row <= 2**18)
+    block = next(size for size in (1024, 512, 256, 128) if T % size == 0 and size * head_bytes <= 2**18)
     names = ("q", "kv", "q_dkv", "kv_dkv")
     blocks: dict[str, Any] = {f"block_{name}": block for name in names}
     compute = min(block, 512)
@@ -256,37 +258,37 @@ def _splash_blocks(T: int, row: int) -> dict[str, Any]:
     return blocks if fused else blocks | dict(block_q_dq=block, block_kv_dq=block)
 
 
-def _tiled(kernel: _Kernel) -> _Kernel:
+def _pad_to_tiles(kernel: _Kernel) -> _Kernel:
     """Extends the kernel to any T: empty positions fill the last tile.
 
     Also for cuDNN, whose gradients at other lengths than multiples of a tile have repeatedly been NaN.
     """
 
-    def tiled(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    def padded(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, sinks: jax.Array | None) -> jax.Array:
         T = q.shape[1]
-        behind = -T % _TILE
-        if behind == 0:
+        padding = -T % _TILE
+        if padding == 0:
             return kernel(q, k, v, segment, sinks)
-        q, k, v = (jnp.pad(x, ((0, 0), (0, behind), (0, 0), (0, 0))) for x in (q, k, v))
-        return kernel(q, k, v, jnp.pad(segment, ((0, 0), (0, behind))), sinks)[:, :T]
+        q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
+        return kernel(q, k, v, jnp.pad(segment, ((0, 0), (0, padding))), sinks)[:, :T]
 
-    return tiled
+    return padded
 
 
-def _spread(kernel: _Kernel, mesh: Mesh | None, split: Split) -> _Kernel:
+def _shard(kernel: _Kernel, mesh: Mesh | None, split: Split) -> _Kernel:
     """Runs the kernel on each device with its rows and heads: XLA cannot partition it, and would repeat it on each."""
     if mesh is None or mesh.size == 1:
         return kernel
-    parts = split.parts(mesh)
+    head_shards = split.parts(mesh)
 
-    def spread(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    def sharded(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, sinks: jax.Array | None) -> jax.Array:
         H = q.shape[2]
-        k, v = repeated(k, H, parts), repeated(v, H, parts)
-        of_rows = row_axes(split.rows)
-        heads = None if H % parts else split.heads
-        rows, wide = PartitionSpec(of_rows), PartitionSpec(of_rows, None, heads)
-        ins = wide, wide, wide, rows, PartitionSpec(heads)
+        k, v = repeat_heads(k, H, head_shards), repeat_heads(v, H, head_shards)
+        shard_axes = row_axes(split.rows)
+        heads = None if H % head_shards else split.heads
+        rows, spec = PartitionSpec(shard_axes), PartitionSpec(shard_axes, None, heads)
+        ins = spec, spec, spec, rows, PartitionSpec(heads)
         # Kernels do not declare over which axes their results differ, so it cannot be checked.
-        return jax.shard_map(kernel, mesh=mesh, in_specs=ins, out_specs=wide, check_vma=False)(q, k, v, segment, sinks)
+        return jax.shard_map(kernel, mesh=mesh, in_specs=ins, out_specs=spec, check_vma=False)(q, k, v, segment, sinks)
 
-    return spread
+    return sharded

@@ -59,7 +59,7 @@ class SamplingRule:
 def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool = False, kept: int = 0) -> Slots:
     """Allocates free rows of `length` tokens each.
 
-    `experts` keeps the experts of every token, `kept` up to so many tokens of which each was sampled.
+    `experts` reserves room for the experts of every token, `kept` for up to so many kept tokens of each.
     """
     counts, spec = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
     return Slots(
@@ -105,30 +105,30 @@ def fill(
     """
     chex.assert_rank([prompts, source, length, until, seed], [2, 1, 1, 1, 1])
     N, P = prompts.shape
-    new = source >= 0
-    which = jnp.maximum(source, 0)
+    is_new = source >= 0
+    prompt_index = jnp.maximum(source, 0)
 
-    def put(old: jax.Array, fresh: jax.Array) -> jax.Array:  # new [N, P', ...] into old [R, T, ...]
-        width = fresh.shape[1]
-        here = new.reshape(-1, *[1] * (old.ndim - 1))
-        return old.at[:, :width].set(jnp.where(here, fresh[which].astype(old.dtype), old[:, :width]))
+    def write_rows(old: jax.Array, new_values: jax.Array) -> jax.Array:  # new [N, P', ...] into old [R, T, ...]
+        width = new_values.shape[1]
+        mask = is_new.reshape(-1, *[1] * (old.ndim - 1))
+        return old.at[:, :width].set(jnp.where(mask, new_values[prompt_index].astype(old.dtype), old[:, :width]))
 
-    cache, read = empty_cache(cfg, rows=N, length=P - 1, dtype=cache_dtype(slots.cache)), slots.experts
+    cache, experts_read = empty_cache(cfg, rows=N, length=P - 1, dtype=cache_dtype(slots.cache)), slots.experts
     if P > 1:
         position = jnp.broadcast_to(jnp.arange(P - 1, dtype=jnp.int32)[None], (N, P - 1))
-        lengths = jnp.zeros((N,), jnp.int32).at[jnp.where(new, source, N)].set(length, mode="drop")
-        real = (position < lengths[:, None] - 1).astype(jnp.int32)
+        lengths = jnp.zeros((N,), jnp.int32).at[jnp.where(is_new, source, N)].set(length, mode="drop")
+        is_token = (position < lengths[:, None] - 1).astype(jnp.int32)
         settings = dict[str, Any](constrain=constrain, mix=mix)
-        _, cache, chosen = decoder.forward_cached(model, cfg, prompts[:, :-1], position, cache, real, **settings)
-        read = None if read is None or chosen is None else put(read, chosen)
+        _, cache, chosen = decoder.forward_cached(model, cfg, prompts[:, :-1], position, cache, is_token, **settings)
+        experts_read = None if experts_read is None or chosen is None else write_rows(experts_read, chosen)
     return Slots(
-        cache=jax.tree.map(put, slots.cache, cache),
-        tokens=put(slots.tokens, prompts),
+        cache=jax.tree.map(write_rows, slots.cache, cache),
+        tokens=write_rows(slots.tokens, prompts),
         logprob=slots.logprob,
-        last=jnp.where(new, length - 1, slots.last),
-        until=jnp.where(new, until, slots.until),
-        seed=jnp.where(new, seed, slots.seed),
-        experts=read,
+        last=jnp.where(is_new, length - 1, slots.last),
+        until=jnp.where(is_new, until, slots.until),
+        seed=jnp.where(is_new, seed, slots.seed),
+        experts=experts_read,
         kept=slots.kept,
     )
 
@@ -137,16 +137,16 @@ def next_tokens(
     model: Params,
     cfg: ModelConfig,
     slots: Slots,
-    choice: SamplingRule,
-    enough: jax.Array,
+    rule: SamplingRule,
+    free_rows_wanted: jax.Array,
     *,
     ends: tuple[int, ...],
-    turns: int,
+    steps: int,
     cut: bool,
     constrain: Constrain = decoder.identity,
     mix: Mix = experts.mix,
 ) -> Slots:
-    """Gives every live row a token a turn; stops after `turns`, or when `enough` [] rows are free.
+    """Gives every live row a token in each step; stops after `steps`, or when `free_rows_wanted` [] rows are free.
 
     A row is free after one of the tokens `ends`, unless these are ignored, or at its `until`. `cut`: top_p, top_k and
     min_p apply.
@@ -156,55 +156,55 @@ def next_tokens(
     forward = functools.partial(decoder.forward_cached, model, cfg, constrain=constrain, mix=mix)
     row = jnp.arange(slots.last.shape[0], dtype=jnp.int32)
 
-    def going(state: tuple[jax.Array, Slots]) -> jax.Array:
-        turn, now = state
-        return (turn < turns) & (jnp.sum(now.last >= now.until) < enough)
+    def unfinished(state: tuple[jax.Array, Slots]) -> jax.Array:
+        step_index, rows = state
+        return (step_index < steps) & (jnp.sum(rows.last >= rows.until) < free_rows_wanted)
 
-    def take(state: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
-        turn, now = state
-        live = now.last < now.until
-        token = jnp.take_along_axis(now.tokens, now.last[:, None], axis=1)
-        hidden, held, chosen = forward(token, now.last[:, None], now.cache)
-        read = now.experts
-        if read is not None and chosen is not None:
-            read = read.at[row, jnp.where(live, now.last, read.shape[1])].set(chosen[:, 0], mode="drop")
+    def step(state: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
+        step_index, rows = state
+        live = rows.last < rows.until
+        token = jnp.take_along_axis(rows.tokens, rows.last[:, None], axis=1)
+        hidden, cache, chosen = forward(token, rows.last[:, None], rows.cache)
+        routes = rows.experts
+        if routes is not None and chosen is not None:
+            routes = routes.at[row, jnp.where(live, rows.last, routes.shape[1])].set(chosen[:, 0], mode="drop")
         logits = heads.logits_of((hidden, kernel, cfg))[:, 0]
-        logits = filter_logits(logits, choice, cut=cut)
-        new, logp = sample_tokens(logits, now.seed, now.last + 1, choice)
-        last = jnp.where(live, now.last + 1, now.last)
-        at = jnp.where(live, last, now.tokens.shape[1])  # beyond the end: dropped
-        end = jnp.any(new[:, None] == jnp.asarray(ends, jnp.int32)[None], axis=1)
-        ended = live & end & ~choice.ignore_eos
-        kept = now.kept
+        logits = filter_logits(logits, rule, cut=cut)
+        token_ids, logp = sample_tokens(logits, rows.seed, rows.last + 1, rule)
+        last = jnp.where(live, rows.last + 1, rows.last)
+        position = jnp.where(live, last, rows.tokens.shape[1])  # beyond the end: dropped
+        is_end_token = jnp.any(token_ids[:, None] == jnp.asarray(ends, jnp.int32)[None], axis=1)
+        ended = live & is_end_token & ~rule.ignore_eos
+        kept = rows.kept
         if kept is not None:
-            ids = kept_of(logits, cfg.vocab_size, kept.shape[2]) if cut else -1
-            kept = kept.at[row, at].set(ids, mode="drop")
-        return turn + 1, Slots(
-            cache=held,
-            tokens=now.tokens.at[row, at].set(new, mode="drop"),
-            logprob=now.logprob.at[row, at].set(logp, mode="drop"),
+            ids = kept_tokens(logits, cfg.vocab_size, kept.shape[2]) if cut else -1
+            kept = kept.at[row, position].set(ids, mode="drop")
+        return step_index + 1, Slots(
+            cache=cache,
+            tokens=rows.tokens.at[row, position].set(token_ids, mode="drop"),
+            logprob=rows.logprob.at[row, position].set(logp, mode="drop"),
             last=last,
-            until=jnp.where(ended, last, now.until),
-            seed=now.seed,
-            experts=read,
+            until=jnp.where(ended, last, rows.until),
+            seed=rows.seed,
+            experts=routes,
             kept=kept,
         )
 
-    return jax.lax.while_loop(going, take, (jnp.int32(0), slots))[1]
+    return jax.lax.while_loop(unfinished, step, (jnp.int32(0), slots))[1]
 
 
-def filter_logits(logits: jax.Array, choice: SamplingRule, *, cut: bool) -> jax.Array:
+def filter_logits(logits: jax.Array, rule: SamplingRule, *, cut: bool) -> jax.Array:
     """Divides the logits [R, V] by the temperature; with `cut`, removes tokens by min_p, top_k and top_p.
 
     At temperature 0 they are unchanged.
     """
-    greedy = choice.temperature == 0.0
-    logits = logits / jnp.where(greedy, 1.0, choice.temperature)
-    return jnp.where(greedy, logits, likeliest(logits, choice.top_k, choice.top_p, choice.min_p)) if cut else logits
+    greedy = rule.temperature == 0.0
+    logits = logits / jnp.where(greedy, 1.0, rule.temperature)
+    return jnp.where(greedy, logits, keep_likeliest(logits, rule.top_k, rule.top_p, rule.min_p)) if cut else logits
 
 
 def sample_tokens(
-    logits: jax.Array, seed: jax.Array, position: jax.Array, choice: SamplingRule
+    logits: jax.Array, seed: jax.Array, position: jax.Array, rule: SamplingRule
 ) -> tuple[jax.Array, jax.Array]:
     """Samples a token for each row of filtered logits [R, V]; returns also its log-prob in softmax(logits).
 
@@ -216,25 +216,25 @@ def sample_tokens(
         return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), logits)
 
     token = jax.lax.cond(
-        choice.temperature == 0.0,
+        rule.temperature == 0.0,
         lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
         lambda: jax.vmap(draw)(seed, position, logits).astype(jnp.int32),
     )
     return token, heads.logprob_of(logits, token)
 
 
-def kept_of(logits: jax.Array, vocab_size: int, most: int) -> jax.Array:
-    """Returns the tokens that are left in filtered logits [R, V], as in `Trajectory.kept`: [R, most] i32."""
+def kept_tokens(logits: jax.Array, vocab_size: int, max_kept: int) -> jax.Array:
+    """Returns the tokens that are left in filtered logits [R, V], as in `Trajectory.kept`: [R, max_kept] i32."""
     removed = heads.NO_TOKEN / 1e3  # at any temperature
     count = jnp.sum(logits > removed, axis=-1, keepdims=True)
-    values, ids = jax.lax.top_k(logits, most)
+    values, ids = jax.lax.top_k(logits, max_kept)
     ids = jnp.where(values > removed, ids, -1)
-    too_many = jnp.where(jnp.arange(most) == 0, OVERFLOW, -1)
-    ids = jnp.where(count > most, too_many, ids)
+    too_many = jnp.where(jnp.arange(max_kept) == 0, OVERFLOW, -1)
+    ids = jnp.where(count > max_kept, too_many, ids)
     return jnp.where(count == vocab_size, -1, ids).astype(jnp.int32)
 
 
-def likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+def keep_likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
     """Filters the logits [R, V]; removed tokens get the logit of no token. The order is vLLM's:
 
     tokens at least min_p times as likely as the likeliest, of these the top_k likeliest, and of these the fewest that
@@ -243,12 +243,12 @@ def likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.
     """
     chex.assert_rank([logits, top_k, top_p, min_p], [2, 0, 0, 0])
     V = logits.shape[-1]
-    falling = -jnp.sort(-logits, axis=-1)
+    ranked = -jnp.sort(-logits, axis=-1)
     k = jnp.clip(jnp.where(top_k < 1, V, top_k), 1, V)
-    stay = (falling >= falling[:, :1] + jnp.log(min_p)) & (falling >= falling[:, k - 1][:, None])
-    share = jax.nn.softmax(jnp.where(stay, falling, heads.NO_TOKEN), axis=-1)
-    before = jnp.cumsum(share, axis=-1) - share
+    is_kept = (ranked >= ranked[:, :1] + jnp.log(min_p)) & (ranked >= ranked[:, k - 1][:, None])
+    probs = jax.nn.softmax(jnp.where(is_kept, ranked, heads.NO_TOKEN), axis=-1)
+    prob_before = jnp.cumsum(probs, axis=-1) - probs
     rank = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    stay &= (before < top_p) | (top_p >= 1.0) | (rank == 0)
-    least = jnp.min(jnp.where(stay, falling, jnp.inf), axis=-1)
-    return jnp.where(logits >= least[:, None], logits, heads.NO_TOKEN)
+    is_kept &= (prob_before < top_p) | (top_p >= 1.0) | (rank == 0)
+    threshold = jnp.min(jnp.where(is_kept, ranked, jnp.inf), axis=-1)
+    return jnp.where(logits >= threshold[:, None], logits, heads.NO_TOKEN)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jppo.models.config import ModelConfig
 from jppo.models.kernels import einsum, product
-from jppo.models.sequence_parallel import HEADS, POSITIONS, columns, gathered, in_groups, row_axes, summed
+from jppo.models.sequence_parallel import HEADS, POSITIONS, column_axes, gather_all, map_over_mesh, row_axes, sum_grads
 from jppo.types import Array
 
 # The logit of padding: its probability is 0, and its share of the entropy too.
@@ -35,8 +35,8 @@ class Vocabulary:
 
     def tokens(self, logits: jax.Array) -> jax.Array:
         """Returns the token of each logit."""
-        here = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-        return here if self.axis is None else here + jax.lax.axis_index(self.axis) * logits.shape[-1]
+        local_ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+        return local_ids if self.axis is None else local_ids + jax.lax.axis_index(self.axis) * logits.shape[-1]
 
     def masked(self, logits: jax.Array, kept: jax.Array) -> jax.Array:
         """Removes the tokens outside of `kept` [C, K] from the logits [C, V], as truncated sampling does.
@@ -44,23 +44,23 @@ class Vocabulary:
         Ids are padded with negative ones. A row whose first id is negative keeps the whole vocabulary.
         """
         V = logits.shape[-1]
-        here = kept if self.axis is None else kept - jax.lax.axis_index(self.axis) * V
-        at = jnp.where((kept >= 0) & (here >= 0), here, V)  # those elsewhere are dropped
+        local_ids = kept if self.axis is None else kept - jax.lax.axis_index(self.axis) * V
+        column = jnp.where((kept >= 0) & (local_ids >= 0), local_ids, V)  # those elsewhere are dropped
         row = jax.lax.broadcasted_iota(jnp.int32, kept.shape, 0)
-        keep = jnp.zeros(logits.shape, bool).at[row, at].set(True, mode="drop") | (kept[:, :1] < 0)
+        keep = jnp.zeros(logits.shape, bool).at[row, column].set(True, mode="drop") | (kept[:, :1] < 0)
         return jnp.where(keep, logits, NO_TOKEN)
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Sums over tokens."""
-        here = jnp.sum(x, axis=-1)
-        return here if self.axis is None else _sum_over(self.axis, here)
+        """Sums x over the tokens, also where a mesh axis shards them."""
+        local_sum = jnp.sum(x, axis=-1)
+        return local_sum if self.axis is None else _sum_over(self.axis, local_sum)
 
     def logsumexp(self, logits: jax.Array) -> jax.Array:
         """Computes log Σ exp(logits)."""
         if self.axis is None:
             return jax.nn.logsumexp(logits, axis=-1)
-        most: jax.Array = jax.lax.pmax(jnp.max(jax.lax.stop_gradient(logits), axis=-1), self.axis)
-        return most + jnp.log(self.total(jnp.exp(logits - most[..., None])))
+        largest: jax.Array = jax.lax.pmax(jnp.max(jax.lax.stop_gradient(logits), axis=-1), self.axis)
+        return largest + jnp.log(self.total(jnp.exp(logits - largest[..., None])))
 
     def log_softmax(self, logits: jax.Array) -> jax.Array:
         """Converts logits to log-probs."""
@@ -69,16 +69,16 @@ class Vocabulary:
         return logits - _used_over(self.axis, self.logsumexp(logits))[..., None]
 
     def largest(self, logits: jax.Array, k: int) -> jax.Array:
-        """Returns where the k largest logits are; of equal ones the first tokens."""
+        """Returns a mask of the k largest logits; of equal ones the first tokens."""
         values, index = jax.lax.top_k(logits, min(k, logits.shape[-1]))
         tokens = jnp.take_along_axis(self.tokens(logits), index, axis=-1)
         if self.axis is not None:  # the largest of each device's largest
-            every, ids = (jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True) for x in (values, tokens))
-            values, index = jax.lax.top_k(every, k)
+            scores, ids = (jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True) for x in (values, tokens))
+            values, index = jax.lax.top_k(scores, k)
             tokens = jnp.take_along_axis(ids, index, axis=-1)
-        least = values[..., -1:]
-        last = jnp.max(jnp.where(values == least, tokens, -1), axis=-1, keepdims=True)
-        return (logits > least) | ((logits == least) & (self.tokens(logits) <= last))
+        threshold = values[..., -1:]
+        last_tied = jnp.max(jnp.where(values == threshold, tokens, -1), axis=-1, keepdims=True)
+        return (logits > threshold) | ((logits == threshold) & (self.tokens(logits) <= last_tied))
 
 
 WHOLE_VOCABULARY = Vocabulary()
@@ -124,7 +124,7 @@ def logprob_entropy(
     def body(vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array) -> tuple[jax.Array, ...]:
         logp = logprob_of(logits, targets, vocabulary)
         entropy = entropy_of(logits, vocabulary) if with_entropy else jnp.zeros_like(logp)
-        return logp, entropy, *(each(logits, targets, vocabulary) for each in more)
+        return logp, entropy, *(statistic(logits, targets, vocabulary) for statistic in more)
 
     options = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, kept=kept, mesh=mesh)
     return by_logits(body, [state], targets, **options)
@@ -156,22 +156,22 @@ def by_logits(
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"{temperature=} must be above 0 and {chunk_tokens=} at least 1")
     mask = jnp.ones(targets.shape, bool) if mask is None else mask
-    plan = Chunking(functools.partial(_finished, body, models, temperature), chunk_tokens, mesh)
+    plan = Chunking(functools.partial(_run_on_products, body, models, temperature), chunk_tokens, mesh)
     tokens = (targets,) if kept is None else (targets, jnp.asarray(kept))
     return tuple(chunked_outputs(plan, kernels, hidden, tokens, mask))
 
 
-def _finished(
+def _run_on_products(
     body: Callable[..., tuple[jax.Array, ...]],
     models: Sequence[ModelConfig],
     temperature: float,
     vocabulary: Vocabulary,
     tokens: tuple[jax.Array, ...],
-    *raw: jax.Array,
+    *products: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Runs the body on raw logits [C, V]; `tokens` are the targets [C], and the kept tokens [C, K] if any are known."""
+    """Runs the body on the logits of products [C, V]; `tokens` are the targets [C], and any kept tokens [C, K]."""
     targets, *kept = tokens
-    logits = [_logits(x, cfg, vocabulary) / temperature for x, cfg in zip(raw, models, strict=True)]
+    logits = [_finish_logits(x, cfg, vocabulary) / temperature for x, cfg in zip(products, models, strict=True)]
     return body(vocabulary, targets, *([vocabulary.masked(x, *kept) for x in logits] if kept else logits))
 
 
@@ -185,8 +185,8 @@ def logprob_of(logits: jax.Array, targets: jax.Array, vocabulary: Vocabulary = W
 
 def entropy_of(logits: jax.Array, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> jax.Array:
     """Computes H(p) = -Σ p log p [...] of logits [..., V]."""
-    every = vocabulary.log_softmax(logits)  # of every token: large logits would cancel otherwise
-    return -vocabulary.total(jnp.exp(every) * every)
+    log_probs = vocabulary.log_softmax(logits)  # of every token: large logits would cancel otherwise
+    return -vocabulary.total(jnp.exp(log_probs) * log_probs)
 
 
 def sum_pi_squared_of(logits: jax.Array, _: jax.Array, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> jax.Array:
@@ -198,18 +198,18 @@ def logits_of(state: State) -> jax.Array:
     """Computes [R, T, V] logits, f32 at least: for a few positions only."""
     hidden, kernel, cfg = state
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-    return _logits(product("rtd,vd->rtv", hidden, kernel, dtype), cfg)
+    return _finish_logits(product("rtd,vd->rtv", hidden, kernel, dtype), cfg)
 
 
-def _logits(raw: jax.Array, cfg: ModelConfig, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> jax.Array:
+def _finish_logits(products: jax.Array, cfg: ModelConfig, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> jax.Array:
     """Finishes logits [..., V] of products with the kernel: divided, soft-capped, and with padding rows masked."""
     if cfg.logit_divisor != 1.0:
-        raw = raw / cfg.logit_divisor
+        products = products / cfg.logit_divisor
     if cfg.logit_softcap is not None:
-        raw = cfg.logit_softcap * jnp.tanh(raw / cfg.logit_softcap)
+        products = cfg.logit_softcap * jnp.tanh(products / cfg.logit_softcap)
     if cfg.padded_vocab_size == cfg.vocab_size:
-        return raw
-    return jnp.where(vocabulary.tokens(raw) < cfg.vocab_size, raw, NO_TOKEN)
+        return products
+    return jnp.where(vocabulary.tokens(products) < cfg.vocab_size, products, NO_TOKEN)
 
 
 def values(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -233,36 +233,36 @@ class Chunking:
     mesh: Mesh | None
 
     @property
-    def alone(self) -> bool:
+    def on_one_device(self) -> bool:
         """Whether there is one device."""
         return self.mesh is None or self.mesh.size == 1
 
     def vocabulary(self, kernel: jax.Array) -> Vocabulary:
-        """Returns how the mesh shards the rows of such a whole kernel."""
-        if self.mesh is None or self.alone or kernel.shape[0] % self.mesh.shape[HEADS]:
+        """Returns how the mesh shards the tokens of such a whole kernel."""
+        if self.mesh is None or self.on_one_device or kernel.shape[0] % self.mesh.shape[HEADS]:
             return Vocabulary()
         return Vocabulary(HEADS if self.mesh.shape[HEADS] > 1 else None)
 
     def on_mesh(self, fn: Callable[..., Any], kernels: Sequence[jax.Array], gradients: bool) -> Callable[..., Any]:
         """Maps `fn(vocabulary, columns, kernels, *arrays of rows)` over devices, each with its part of the arrays."""
-        vocabulary, sharded = self.vocabulary(kernels[0]), tuple(columns(self.mesh, k.shape[1]) for k in kernels)
+        vocabulary, sharded = self.vocabulary(kernels[0]), tuple(column_axes(self.mesh, k.shape[1]) for k in kernels)
         fn = functools.partial(fn, self, vocabulary, sharded)
-        if self.mesh is None or self.alone:
+        if self.mesh is None or self.on_one_device:
             return fn
-        of_kernels = tuple(PartitionSpec(vocabulary.axis, axes or None) for axes in sharded)
+        specs = tuple(PartitionSpec(vocabulary.axis, axes or None) for axes in sharded)
 
-        def spread(fn: Callable[..., Any], *groups: tuple[str, ...]) -> Callable[..., Any]:
+        def map_devices(fn: Callable[..., Any], *groups: tuple[str, ...]) -> Callable[..., Any]:
             rows = PartitionSpec(*groups, row_axes(), POSITIONS)
-            outs = (tuple(PartitionSpec(*groups, *spec) for spec in of_kernels), rows) if gradients else rows
+            outs = (tuple(PartitionSpec(*groups, *spec) for spec in specs), rows) if gradients else rows
 
             def call(kernels: Any, *arrays: Any) -> Any:
-                ins = of_kernels, *(rows for _ in arrays)
-                on_each = jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
-                return on_each(kernels, *arrays)
+                ins = specs, *(rows for _ in arrays)
+                on_devices = jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+                return on_devices(kernels, *arrays)
 
             return call
 
-        return in_groups(spread, fn)
+        return map_over_mesh(map_devices, fn)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -278,69 +278,69 @@ def _outputs_forward(plan: Chunking, *args: Any) -> tuple[Any, Any]:
     return chunked_outputs(plan, *args), args
 
 
-def _outputs_backward(plan: Chunking, args: Any, given: Any) -> tuple[Any, ...]:
-    return *plan.on_mesh(_backward, args[0], True)(*args, given), None, None
+def _outputs_backward(plan: Chunking, args: Any, cotangents: Any) -> tuple[Any, ...]:
+    return *plan.on_mesh(_backward, args[0], True)(*args, cotangents), None, None
 
 
 chunked_outputs.defvjp(_outputs_forward, _outputs_backward)
 
 
 def _forward(
-    plan: Chunking, vocabulary: Vocabulary, columns: Any, kernels: Any, hidden: Any, tokens: Any, mask: jax.Array
+    plan: Chunking, vocabulary: Vocabulary, column_axes: Any, kernels: Any, hidden: Any, tokens: Any, mask: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Computes the outputs of a device's tokens [R, T]."""
-    flat, tokens = ([x.reshape(mask.size, *x.shape[2:]) for x in given] for given in (hidden, tokens))
-    whole, chunks = gathered(kernels, columns, flat[0].dtype), _Chunks.of(mask, plan.chunk)
+    flat, tokens = ([x.reshape(mask.size, *x.shape[2:]) for x in arrays] for arrays in (hidden, tokens))
+    full_kernels, chunks = gather_all(kernels, column_axes, flat[0].dtype), _Chunks.of(mask, plan.chunk)
 
-    def of_chunk(index: jax.Array | None) -> tuple[jax.Array, ...]:
-        raw = [_raw(chunks.take(x, index), kernel) for x, kernel in zip(flat, whole, strict=True)]
-        return plan.outputs(vocabulary, tuple(chunks.take(x, index) for x in tokens), *raw)
+    def chunk_outputs(index: jax.Array | None) -> tuple[jax.Array, ...]:
+        products = [_products(chunks.take(x, index), kernel) for x, kernel in zip(flat, full_kernels, strict=True)]
+        return plan.outputs(vocabulary, tuple(chunks.take(x, index) for x in tokens), *products)
 
-    def one(index: jax.Array | None, so_far: Any) -> Any:
-        return jax.tree.map(lambda all_, new: chunks.put(all_, index, new), so_far, of_chunk(index))
+    def run_chunk(index: jax.Array | None, results: Any) -> Any:
+        return jax.tree.map(lambda array, new: chunks.put(array, index, new), results, chunk_outputs(index))
 
-    kinds = jax.eval_shape(of_chunk, None)
-    result = chunks.loop(one, jax.tree.map(lambda kind: jnp.zeros(mask.size, kind.dtype), kinds))
-    out: tuple[jax.Array, ...] = jax.tree.map(lambda x: jnp.where(mask, x.reshape(mask.shape), 0), result)
-    return out
+    shapes = jax.eval_shape(chunk_outputs, None)
+    result = chunks.loop(run_chunk, jax.tree.map(lambda kind: jnp.zeros(mask.size, kind.dtype), shapes))
+    outputs: tuple[jax.Array, ...] = jax.tree.map(lambda x: jnp.where(mask, x.reshape(mask.shape), 0), result)
+    return outputs
 
 
 def _backward(
     plan: Chunking,
     vocabulary: Vocabulary,
-    columns: Any,
+    column_axes: Any,
     kernels: Any,
     hidden: Any,
     tokens: Any,
     mask: jax.Array,
-    given: Any,
+    cotangents: Any,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Computes the gradients of the kernels and of a device's hidden states, with logits recomputed."""
-    flat, tokens = ([x.reshape(mask.size, *x.shape[2:]) for x in given] for given in (hidden, tokens))
-    given = jax.tree.map(lambda x: jnp.where(mask, x, 0).reshape(-1), given)
+    flat, tokens = ([x.reshape(mask.size, *x.shape[2:]) for x in arrays] for arrays in (hidden, tokens))
+    cotangents = jax.tree.map(lambda x: jnp.where(mask, x, 0).reshape(-1), cotangents)
     dtype = flat[0].dtype
-    whole, chunks = gathered(kernels, columns, dtype), _Chunks.of(mask, plan.chunk)
+    full_kernels, chunks = gather_all(kernels, column_axes, dtype), _Chunks.of(mask, plan.chunk)
 
-    def one(index: jax.Array | None, so_far: Any) -> Any:
-        sums, slopes = so_far
+    def run_chunk(index: jax.Array | None, results: Any) -> Any:
+        sums, grad_hidden = results
         states = [chunks.take(x, index) for x in flat]
-        raw = [_raw(x, kernel) for x, kernel in zip(states, whole, strict=True)]
-        here = tuple(chunks.take(x, index) for x in tokens)
-        pull = jax.vjp(functools.partial(plan.outputs, vocabulary, here), *raw)[1]
-        pulled = [x.astype(dtype) for x in pull(jax.tree.map(lambda x: chunks.take(x, index), given))]
-        by_kernel = [einsum("cv,cd->vd", g, x, s.dtype) for g, x, s in zip(pulled, states, sums, strict=True)]
-        by_state = [einsum("cv,vd->cd", g, kernel, dtype) for g, kernel in zip(pulled, whole, strict=True)]
+        products = [_products(x, kernel) for x, kernel in zip(states, full_kernels, strict=True)]
+        chunk_tokens = tuple(chunks.take(x, index) for x in tokens)
+        pullback = jax.vjp(functools.partial(plan.outputs, vocabulary, chunk_tokens), *products)[1]
+        grads = [x.astype(dtype) for x in pullback(jax.tree.map(lambda x: chunks.take(x, index), cotangents))]
+        by_kernel = [einsum("cv,cd->vd", g, x, s.dtype) for g, x, s in zip(grads, states, sums, strict=True)]
+        by_state = [einsum("cv,vd->cd", g, kernel, dtype) for g, kernel in zip(grads, full_kernels, strict=True)]
         sums = [total + new for total, new in zip(sums, by_kernel, strict=True)]
-        return sums, [chunks.put(all_, index, new) for all_, new in zip(slopes, by_state, strict=True)]
+        return sums, [chunks.put(array, index, new) for array, new in zip(grad_hidden, by_state, strict=True)]
 
-    zeros = [jnp.zeros(kernel.shape, jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in whole]
-    sums, slopes = chunks.loop(one, (zeros, [jnp.zeros_like(x) for x in flat]))
+    zeros = [jnp.zeros(kernel.shape, jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in full_kernels]
+    sums, grad_hidden = chunks.loop(run_chunk, (zeros, [jnp.zeros_like(x) for x in flat]))
     if vocabulary.axis is not None:  # each device has a partial sum, from its part of the vocabulary
-        slopes = [jax.lax.psum(new, vocabulary.axis) for new in slopes]
-    if not plan.alone:
-        sums = [summed(total, axes) for total, axes in zip(sums, columns, strict=True)]
+        grad_hidden = [jax.lax.psum(new, vocabulary.axis) for new in grad_hidden]
+    if not plan.on_one_device:
+        sums = [sum_grads(total, axes) for total, axes in zip(sums, column_axes, strict=True)]
     by_kernel = tuple(total.astype(kernel.dtype) for total, kernel in zip(sums, kernels, strict=True))
-    return by_kernel, tuple(new.reshape(x.shape) for new, x in zip(slopes, hidden, strict=True))
+    return by_kernel, tuple(new.reshape(x.shape) for new, x in zip(grad_hidden, hidden, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,10 +351,10 @@ class _Chunks:
     needed: jax.Array | None  # [] i32, chunks with a token of the mask
 
     @classmethod
-    def of(cls, mask: jax.Array, most: int) -> "_Chunks":
+    def of(cls, mask: jax.Array, max_tokens: int) -> "_Chunks":
         """Makes even chunks of at most so many tokens: less padding at the end."""
         N = mask.size
-        count = max(1, -(-N // most))
+        count = max(1, -(-N // max_tokens))
         if count == 1:
             return cls(None, None)
         width = -(-N // count)
@@ -362,13 +362,13 @@ class _Chunks:
         order = jnp.pad(order, (0, count * width - N), constant_values=N).reshape(count, width)
         return cls(order, -(-jnp.sum(mask, dtype=jnp.int32) // width))
 
-    def loop(self, one: Callable[[jax.Array | None, Any], Any], start: Any) -> Any:
-        """Runs `one(indices, so_far)` over the chunks that are needed."""
+    def loop(self, run_chunk: Callable[[jax.Array | None, Any], Any], start: Any) -> Any:
+        """Runs `run_chunk(indices, results)` over the chunks that are needed."""
         if self.order is None or self.needed is None:
-            return one(None, start)
+            return run_chunk(None, start)
         order = self.order
         with jax.named_scope(f"at_most_{len(order)}_times"):  # read by accounts of compiled programs
-            return jax.lax.fori_loop(0, self.needed, lambda i, so_far: one(order[i], so_far), start)
+            return jax.lax.fori_loop(0, self.needed, lambda i, results: run_chunk(order[i], results), start)
 
     def take(self, x: jax.Array, index: jax.Array | None) -> jax.Array:
         """Takes a chunk of x; 0 for padding."""
@@ -379,6 +379,6 @@ class _Chunks:
         return part if index is None else x.at[index].set(part, mode="drop")
 
 
-def _raw(states: jax.Array, kernel: jax.Array) -> jax.Array:
+def _products(states: jax.Array, kernel: jax.Array) -> jax.Array:
     """Computes [C, V] products of states [C, D] with the kernel, f32 at least."""
     return einsum("cd,vd->cv", states, kernel, jnp.promote_types(states.dtype, jnp.float32))

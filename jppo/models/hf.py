@@ -52,13 +52,13 @@ def resolve_directory(path: str | os.PathLike[str], *, weights: bool, further: S
         raise UserError(f"model path {name!r} is not a directory; {remedy}")
     import huggingface_hub  # only for a hub name
 
-    sought = ["config.json", *COMPANIONS, *(["*.safetensors", tensorfile.INDEX] if weights else []), *further]
+    patterns = ["config.json", *COMPANIONS, *(["*.safetensors", tensorfile.INDEX] if weights else []), *further]
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=sought))
+        return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as e:  # no network, no such model, no access, no valid name
         reason = str(e).split("\n")[0]
         raise UserError(
-            f"model {name!r} is no directory here, and {sought[0]} of a hub model of that name could not be "
+            f"model {name!r} is no directory here, and {patterns[0]} of a hub model of that name could not be "
             f"fetched ({type(e).__name__}: {reason}); {remedy}"
         ) from e
 
@@ -92,34 +92,34 @@ def load_params(
     model takes `score.weight` if the checkpoint has it (a sequence classifier), else a new one from `key`. A head
     of several bins is always new. Its unused language head is not read.
     """
-    entries, slots = _find(path, cfg, head)
-    out = params.tree(
-        entries, lambda entry: _read(entry, slots, entry.dtype(param_dtype), _sharding(shardings, entry.path))
+    entries, slots = _find_parameters(path, cfg, head)
+    loaded = params.tree(
+        entries, lambda entry: _load(entry, slots, entry.dtype(param_dtype), _sharding(shardings, entry.path))
     )
     if head == "value" and "score.weight" not in slots:
         if key is None:
             raise ValueError(f"{path} has no score.weight: a value model needs a key for a new one")
-        place = _sharding(shardings, ("score", "kernel"))
-        out |= placing.put(init_head(cfg, key, head=head, param_dtype=param_dtype), place)
-    return out
+        score_sharding = _sharding(shardings, ("score", "kernel"))
+        loaded |= placing.put(init_head(cfg, key, head=head, param_dtype=param_dtype), score_sharding)
+    return loaded
 
 
 def adapter_slots(path: str | os.PathLike[str], spec: lora.Lora) -> dict[str, tensorfile.Slot]:
     """Finds the tensors of peft's adapter at `path`; UserError unless it is LoRA of this rank and scale."""
     folder, setting = expanded(path), f"model.lora_adapter_path={os.fspath(path)!r}"
-    file, about = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    if not file.is_file() or not about.is_file():
-        raise UserError(f"{setting}: it needs {file.name} and {about.name}; give a folder that peft or jppo wrote")
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    if not file.is_file() or not config.is_file():
+        raise UserError(f"{setting}: it needs {file.name} and {config.name}; give a folder that peft or jppo wrote")
     try:
-        stored = json.loads(about.read_text())
+        stored = json.loads(config.read_text())
         rank, alpha = int(stored["r"]), float(stored["lora_alpha"])
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise UserError(f"{setting}: {about.name} has no r and lora_alpha ({e}); write it again") from e
+        raise UserError(f"{setting}: {config.name} has no r and lora_alpha ({e}); write it again") from e
     if other := [name for name in ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern") if stored.get(name)]:
-        raise UserError(f"{setting}: {about.name} has {other[0]}; only plain LoRA can be trained: merge it")
-    for name, here, there in (("lora_rank", spec.rank, rank), ("lora_alpha", spec.alpha, alpha)):
-        if here != there:
-            raise UserError(f"{setting}: its {name.removeprefix('lora_')} is {there:g}; set model.{name}={there:g}")
+        raise UserError(f"{setting}: {config.name} has {other[0]}; only plain LoRA can be trained: merge it")
+    for name, want, have in (("lora_rank", spec.rank, rank), ("lora_alpha", spec.alpha, alpha)):
+        if want != have:
+            raise UserError(f"{setting}: its {name.removeprefix('lora_')} is {have:g}; set model.{name}={have:g}")
     return tensorfile.file_slots(file)
 
 
@@ -129,14 +129,14 @@ def load_adapters(
     """Loads the adapters of a policy from peft's folder into their shards, in f32."""
     slots, entries = adapter_slots(path, spec), lora.adapter_table(cfg, spec, head="lm")
     shapes = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
-    wrong = sorted(set(shapes) ^ set(slots)) or [name for name in shapes if slots[name].shape != shapes[name]]
-    if wrong:
-        fault = "lacks" if wrong[0] not in slots else "has another shape of" if wrong[0] in shapes else "also has"
+    names = sorted(set(shapes) ^ set(slots)) or [name for name in shapes if slots[name].shape != shapes[name]]
+    if names:
+        fault = "lacks" if names[0] not in slots else "has another shape of" if names[0] in shapes else "also has"
         raise UserError(
-            f"model.lora_adapter_path={os.fspath(path)!r} {fault} {_some(wrong)}; set model.target_modules to"
+            f"model.lora_adapter_path={os.fspath(path)!r} {fault} {_name_some(names)}; set model.target_modules to"
             " its modules, and model.path to its base"
         )
-    return params.tree(entries, lambda entry: _read(entry, slots, jnp.float32, _sharding(shardings, entry.path)))
+    return params.tree(entries, lambda entry: _load(entry, slots, jnp.float32, _sharding(shardings, entry.path)))
 
 
 def _sharding(shardings: Params | None, path: tuple[str, ...]) -> Any:
@@ -145,15 +145,15 @@ def _sharding(shardings: Params | None, path: tuple[str, ...]) -> Any:
 
 def check_weights(path: str | os.PathLike[str], cfg: ModelConfig, *, head: Head) -> None:
     """Raises UserError for a missing, extra, misshapen or truncated tensor; reads headers only."""
-    _find(path, cfg, head)
+    _find_parameters(path, cfg, head)
 
 
-def _find(
+def _find_parameters(
     path: str | os.PathLike[str], cfg: ModelConfig, head: Head
 ) -> tuple[tuple[Entry, ...], dict[str, tensorfile.Slot]]:
     """Finds the parameters that the checkpoint holds (not a new score), and their places."""
     directory = resolve_directory(path, weights=True)
-    stored = _renamed(cfg, tensorfile.unpacked(tensorfile.slots(directory)))
+    stored = _rename_tensors(cfg, tensorfile.pair_mxfp4(tensorfile.slots(directory)))
     unread = {name for name in stored if _BUFFERS.match(name) or name.startswith(cfg.unread_names)}
     slots = {name: slot for name, slot in stored.items() if name not in unread}
     entries = params.table(cfg, head=head)
@@ -165,28 +165,28 @@ def _find(
         slots.pop("lm_head.weight", None)
     if head == "trunk":
         slots = {name: slot for name, slot in slots.items() if name not in ("score.weight", "score.bias")}
-    slots = _one_name_each(entries, slots)
+    slots = _resolve_aliases(entries, slots)
     _check_names(directory, entries, slots)
     return entries, slots
 
 
-def _renamed(cfg: ModelConfig, stored: dict[str, tensorfile.Slot]) -> dict[str, tensorfile.Slot]:
+def _rename_tensors(cfg: ModelConfig, stored: dict[str, tensorfile.Slot]) -> dict[str, tensorfile.Slot]:
     """Returns the tensors by the names of the table: text models may be saved with a prefix, experts in two tensors."""
     if cfg.multimodal:
         stored = {name.removeprefix("language_model.") if name.endswith("lm_head.weight") else name: slot
-                  for name, slot in stored.items() if of_text(name)}  # fmt: skip
+                  for name, slot in stored.items() if is_text_tensor(name)}  # fmt: skip
     if cfg.gated or cfg.multimodal:
         stored = {_PREFIX.sub("model.", name): slot for name, slot in stored.items()}
     fused = cfg.experts is not None and cfg.experts.names.fused
     return stored if fused else tensorfile.split_experts(stored)
 
 
-def of_text(name: str) -> bool:
+def is_text_tensor(name: str) -> bool:
     """Whether a tensor of a multimodal model is its text model's."""
     return _PREFIX.match(name) is not None or name in ("lm_head.weight", "language_model.lm_head.weight")
 
 
-def _one_name_each(entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]) -> dict[str, tensorfile.Slot]:
+def _resolve_aliases(entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]) -> dict[str, tensorfile.Slot]:
     """Renames a matrix stored under its alias to its own name; removes a second copy."""
     slots = dict(slots)
     for entry in entries:
@@ -196,9 +196,10 @@ def _one_name_each(entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]
         first = slots.setdefault(entry.hf, second)
         if first is second:
             continue
-        same = first.shape == second.shape and first.code == second.code
+        same_layout = first.shape == second.shape and first.code == second.code
         if not (
-            same and _same_bits(tensorfile.read_tensor(first, entry.hf), tensorfile.read_tensor(second, entry.alias))
+            same_layout
+            and _same_bits(tensorfile.read_tensor(first, entry.hf), tensorfile.read_tensor(second, entry.alias))
         ):
             raise UserError(
                 f"{second.file}: {entry.alias} differs from {entry.hf}, but config.json ties them; "
@@ -212,68 +213,69 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _check_names(directory: pathlib.Path, entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]) -> None:
+    """Raises UserError unless the checkpoint has exactly the parameters' tensors, in their shapes."""
     shapes = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
-    missing, left = sorted(set(shapes) - set(slots)), sorted(set(slots) - set(shapes))
+    missing, extra = sorted(set(shapes) - set(slots)), sorted(set(slots) - set(shapes))
     if missing:
-        raise UserError(f"{directory} lacks {_some(missing)}, which its config.json asks for")
-    if left:
-        raise UserError(f"{slots[left[0]].file} holds {_some(left)}, which its config.json has no place for")
+        raise UserError(f"{directory} lacks {_name_some(missing)}, which its config.json asks for")
+    if extra:
+        raise UserError(f"{slots[extra[0]].file} holds {_name_some(extra)}, which its config.json has no place for")
     for name, shape in shapes.items():
         if slots[name].shape != shape:
             stored = list(slots[name].shape)
             raise UserError(f"{slots[name].file}: {name} has shape {stored}, config.json asks for {list(shape)}")
 
 
-def _some(names: list[str]) -> str:
+def _name_some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
-def _read(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> Any:
+def _load(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> Any:
     """Reads one parameter, filled tensor by tensor in its shards; quantised if its sharding is of codes and scales."""
-    places, method = sharding, "none"
+    shards, method = sharding, "none"
     if isinstance(sharding, kernels.Quantized):
         sharding, method = sharding.codes, sharding.method
-    kept = kernels.stored_form(entry, dtype, method)
-    out: Any = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept), out_shardings=places)()
-    for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
+    form = kernels.stored_form(entry, dtype, method)
+    array: Any = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form), out_shardings=shards)()
+    for index, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
         tensor = params.from_hf(entry, tensorfile.read_tensor(slots[name], name))
         if entry.padding and sharding is not None:  # else no mesh divides it, and each device would get all of it
             tensor = np.pad(tensor, [(0, entry.padding)] + [(0, 0)] * (tensor.ndim - 1))
-        piece = tensor[(None,) * len(at)]
-        out = _fill(out, placing.put(piece, _of_piece(sharding, piece.shape)), at)
-        jax.block_until_ready(out)  # one tensor on the host at a time
-    return out
+        piece = tensor[(None,) * len(index)]
+        array = _fill(array, placing.put(piece, _piece_sharding(sharding, piece.shape)), index)
+        jax.block_until_ready(array)  # one tensor on the host at a time
+    return array
 
 
-def _of_piece(sharding: Any, shape: tuple[int, ...]) -> Any:
+def _piece_sharding(sharding: Any, shape: tuple[int, ...]) -> Any:
     """Returns the sharding of a tensor that becomes part of a parameter: the parameter's, where its shape allows."""
     if sharding is None:
         return None
     spec = [
-        None if axes is None or n % _parts(sharding, axes) else axes
+        None if axes is None or n % _num_shards(sharding, axes) else axes
         for n, axes in zip(shape, sharding.spec, strict=False)
     ]
     return jax.NamedSharding(sharding.mesh, jax.P(*spec))
 
 
-def _parts(sharding: Any, axes: str | tuple[str, ...]) -> int:
+def _num_shards(sharding: Any, axes: str | tuple[str, ...]) -> int:
     return math.prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _fill(out: Any, piece: jax.Array, at: tuple[int, ...]) -> Any:
-    """Writes the piece into `out` from the indices `at` of its first axes on."""
+def _fill(parameter: Any, piece: jax.Array, index: tuple[int, ...]) -> Any:
+    """Writes the piece into `parameter` from the indices `index` of its first axes on."""
 
-    def write(out: jax.Array, piece: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(out, piece, at + (0,) * (out.ndim - len(at)))
+    def write(parameter: jax.Array, piece: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(parameter, piece, index + (0,) * (parameter.ndim - len(index)))
 
-    return jax.tree.map(write, out, kernels.stored_like(out, piece))
+    return jax.tree.map(write, parameter, kernels.stored_like(parameter, piece))
 
 
 def stored_tensors(path: str | os.PathLike[str], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Yields a checkpoint's tensors as `hf_tensors` would, straight from its files, without a device."""
-    entries, slots = _find(path, cfg, "lm")
+    entries, slots = _find_parameters(path, cfg, "lm")
     for entry in entries:
         for name in entry.hf_names:
             tensor = tensorfile.read_tensor(slots[name], name)

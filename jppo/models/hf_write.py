@@ -26,18 +26,18 @@ AHEAD = 1 << 26  # bytes of tensors in flight from the device while earlier ones
 
 
 @functools.partial(jax.jit, static_argnames=("entry", "dtype"))
-def _export(
-    array: jax.Array, beside: dict[str, jax.Array] | None, at: tuple[int, ...], *, entry: Entry, dtype: np.dtype
+def _export_tensor(
+    array: jax.Array, adapter: dict[str, jax.Array] | None, index: tuple[int, ...], *, entry: Entry, dtype: np.dtype
 ) -> jax.Array:
     """Converts one layer and expert (of an unstacked parameter: all of it) to HF's tensor, its adapter merged."""
-    for axis, i in enumerate(at):
-        array, beside = jax.tree.map(
-            lambda x, i=i, axis=axis: jax.lax.dynamic_slice_in_dim(x, i, 1, axis), (array, beside)
+    for axis, i in enumerate(index):
+        array, adapter = jax.tree.map(
+            lambda x, i=i, axis=axis: jax.lax.dynamic_slice_in_dim(x, i, 1, axis), (array, adapter)
         )
-    if beside is not None:
-        array = lora.merge(entry, array, beside)
+    if adapter is not None:
+        array = lora.merge(entry, array, adapter)
     tensor = params.to_hf(entry, array).astype(dtype)
-    return tensor[(0,) * len(at)]
+    return tensor[(0,) * len(index)]
 
 
 def hf_tensors(
@@ -48,45 +48,45 @@ def hf_tensors(
     Adapters are merged. Each tensor is made on the device, in `dtype` (None: unchanged), and fetched while earlier ones
     are used. `AHEAD` bytes, or the largest tensor and one more, are in flight.
     """
-    coming: deque[tuple[str, jax.Array]] = deque()
+    in_flight: deque[tuple[str, jax.Array]] = deque()
     for name, tensor in device_tensors(model, cfg, head=head, dtype=dtype):
         tensor.copy_to_host_async()
-        coming.append((name, tensor))
+        in_flight.append((name, tensor))
         del tensor  # else it would be kept until the next one is made
-        while len(coming) > 2 and sum(array.nbytes for _, array in coming) > AHEAD:
-            yield _fetched(*coming.popleft())
-    while coming:
-        yield _fetched(*coming.popleft())
+        while len(in_flight) > 2 and sum(array.nbytes for _, array in in_flight) > AHEAD:
+            yield _to_numpy(*in_flight.popleft())
+    while in_flight:
+        yield _to_numpy(*in_flight.popleft())
 
 
 def device_tensors(
     model: lora.Weights, cfg: ModelConfig, *, head: Head = "lm", dtype: Any = None
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yields what `hf_tensors` does, still on the devices."""
-    for name, tensor in _on_device(model, cfg, head, dtype):
+    """Yields the tensors of `hf_tensors`, still on the devices."""
+    for name, tensor in _export_tensors(model, cfg, head, dtype):
         tensor = placing.whole_array(tensor)
         yield name, tensor
         del tensor
 
 
-def _fetched(name: str, tensor: jax.Array) -> tuple[str, np.ndarray]:
+def _to_numpy(name: str, tensor: jax.Array) -> tuple[str, np.ndarray]:
     return name, np.asarray(tensor)
 
 
-def _on_device(model: lora.Weights, cfg: ModelConfig, head: Head, dtype: Any) -> Iterator[tuple[str, jax.Array]]:
+def _export_tensors(model: lora.Weights, cfg: ModelConfig, head: Head, dtype: Any) -> Iterator[tuple[str, jax.Array]]:
     """Yields HF's tensors on the device; arrays already in HF's layout are not copied."""
     for entry in params.table(cfg, head=head):
-        array, beside = lora.parts(entry, model)
-        cast = np.dtype(entry.dtype(array.dtype if dtype is None else dtype))
-        alike = entry.letters == "".join(entry.hf_letters) and array.shape == entry.hf_shape
-        if alike and beside is None and array.dtype == cast:
-            yield entry.hf, _apart(array)
+        array, adapter = lora.kernel_and_adapter(entry, model)
+        dtype_out = np.dtype(entry.dtype(array.dtype if dtype is None else dtype))
+        same_layout = entry.letters == "".join(entry.hf_letters) and array.shape == entry.hf_shape
+        if same_layout and adapter is None and array.dtype == dtype_out:
+            yield entry.hf, _new_array(array)
             continue
-        for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
-            yield name, _export(array, beside, at, entry=entry, dtype=cast)
+        for index, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
+            yield name, _export_tensor(array, adapter, index, entry=entry, dtype=dtype_out)
 
 
-def _apart(array: jax.Array) -> jax.Array:
+def _new_array(array: jax.Array) -> jax.Array:
     """Returns the array as a new object: an array caches its host copy, and this one is short-lived."""
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
@@ -97,7 +97,7 @@ def hf_shapes(cfg: ModelConfig, *, head: Head = "lm") -> dict[str, tuple[int, ..
     return {name: entry.hf_shape for entry in params.table(cfg, head=head) for name in entry.hf_names}
 
 
-def _announced(entries: tuple[Entry, ...], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def _describe_tensors(entries: tuple[Entry, ...], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shape and dtype of every tensor of a checkpoint in this dtype."""
     return {name: jax.ShapeDtypeStruct(e.hf_shape, e.dtype(dtype)) for e in entries for name in e.hf_names}
 
@@ -118,11 +118,11 @@ def save_model(
 
     A host with `write` False writes nothing, but takes part in fetching the tensors.
     """
-    out, kind = pathlib.Path(out_dir), np.dtype(dtype)
-    with fetched_by_all(hf_tensors(model, cfg, head=head, dtype=kind)) as tensors:
+    folder, numpy_dtype = pathlib.Path(out_dir), np.dtype(dtype)
+    with exhaust_on_exit(hf_tensors(model, cfg, head=head, dtype=numpy_dtype)) as tensors:
         if write:
-            _save(out, tensors, cfg, source, kind, head, changes or {}, max_shard_bytes)
-    return out
+            _save(folder, tensors, cfg, source, numpy_dtype, head, changes or {}, max_shard_bytes)
+    return folder
 
 
 def classifier_changes(path: str | os.PathLike[str], *, pad_token_id: int | None) -> dict[str, Any]:
@@ -132,9 +132,9 @@ def classifier_changes(path: str | os.PathLike[str], *, pad_token_id: int | None
     """
     config = config_reader.text_config(hf.read_config(path)[0])
     # whose classifiers have longer names
-    longer = {"gemma3_text": "Gemma3TextForCausalLM", "qwen3_5_text": "Qwen3_5TextForCausalLM"}
-    named = longer.get(config["model_type"])
-    names = [named] if named else config.get("architectures") or []
+    classifier_names = {"gemma3_text": "Gemma3TextForCausalLM", "qwen3_5_text": "Qwen3_5TextForCausalLM"}
+    longer_name = classifier_names.get(config["model_type"])
+    names = [longer_name] if longer_name else config.get("architectures") or []
     changes: dict[str, Any] = {
         "architectures": [
             re.sub("ForCausalLM$", "ForSequenceClassification", name) for name in names if isinstance(name, str)
@@ -148,7 +148,7 @@ def classifier_changes(path: str | os.PathLike[str], *, pad_token_id: int | None
 
 
 @contextlib.contextmanager
-def fetched_by_all(tensors: Iterator[T]) -> Iterator[Iterator[T]]:
+def exhaust_on_exit(tensors: Iterator[T]) -> Iterator[Iterator[T]]:
     """Exhausts the iterator after the block, even on errors, if there are other hosts, which would wait."""
     try:
         yield tensors
@@ -162,22 +162,23 @@ def _save(
     tensors: Iterator[tuple[str, np.ndarray]],
     cfg: ModelConfig,
     source: str | os.PathLike[str],
-    kind: np.dtype,
+    dtype: np.dtype,
     head: Head,
     changes: Mapping[str, Any],
     max_shard_bytes: int,
 ) -> None:
+    """Writes config, tokenizer and tensors to a new directory in place of `out`."""
     origin = hf.resolve_directory(source, weights=False)
     config, _ = hf.read_config(origin)
-    shapes = _announced(params.table(cfg, head=head), kind)
+    shapes = _describe_tensors(params.table(cfg, head=head), dtype)
     if cfg.multimodal and head == "lm":
-        shapes, tensors = _with_the_rest(hf.resolve_directory(source, weights=True), shapes, tensors)
+        shapes, tensors = _add_other_tensors(hf.resolve_directory(source, weights=True), shapes, tensors)
     else:
         config = dict(config_reader.text_config(config))
     with in_place_of(out) as tmp:
         stale = {"torch_dtype", "tie_word_embeddings", "quantization_config"}  # rewritten, or no longer true
         config = {k: v for k, v in config.items() if k not in stale}
-        config |= {"dtype": kind.name, "tie_word_embeddings": cfg.tie_word_embeddings, **changes}
+        config |= {"dtype": dtype.name, "tie_word_embeddings": cfg.tie_word_embeddings, **changes}
         if cfg.further_layers:
             config["num_nextn_predict_layers"] = 0
         (tmp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -187,7 +188,7 @@ def _save(
         _write_shards(tmp, shapes, tensors, max_shard_bytes)
 
 
-def _with_the_rest(
+def _add_other_tensors(
     origin: pathlib.Path, shapes: dict[str, jax.ShapeDtypeStruct], tensors: Iterator[tuple[str, np.ndarray]]
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], Iterator[tuple[str, np.ndarray]]]:
     """Gives a text model's tensors their names in the multimodal checkpoint at `origin`, and adds its other tensors."""
@@ -195,14 +196,14 @@ def _with_the_rest(
     prefix = next(p for p in config_reader.PREFIXES if any(name.startswith(p) for name in slots))
     head = "language_model.lm_head.weight" if prefix == "language_model.model." else "lm_head.weight"
 
-    def stored(name: str) -> str:
+    def stored_name(name: str) -> str:
         return head if name == "lm_head.weight" else prefix + name.removeprefix("model.")
 
-    rest = {name: slot for name, slot in slots.items() if not hf.of_text(name)}
-    whole = {stored(name): x for name, x in shapes.items()}
-    whole |= {name: jax.ShapeDtypeStruct(s.shape, tensorfile.read_tensor(s, name).dtype) for name, s in rest.items()}
-    copied = ((name, tensorfile.read_tensor(slot, name)) for name, slot in rest.items())
-    return whole, itertools.chain(((stored(name), array) for name, array in tensors), copied)
+    other = {name: slot for name, slot in slots.items() if not hf.is_text_tensor(name)}
+    merged = {stored_name(name): x for name, x in shapes.items()}
+    merged |= {name: jax.ShapeDtypeStruct(s.shape, tensorfile.read_tensor(s, name).dtype) for name, s in other.items()}
+    other_tensors = ((name, tensorfile.read_tensor(slot, name)) for name, slot in other.items())
+    return merged, itertools.chain(((stored_name(name), array) for name, array in tensors), other_tensors)
 
 
 def adapter_tensors(
@@ -211,8 +212,8 @@ def adapter_tensors(
     """Yields the learned weights of a model with adapters, under peft's names."""
     for entry in lora.adapter_table(cfg, spec, head=head):
         array = placing.to_device(params.leaf_at(learned, entry.path))
-        for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
-            yield name, placing.fetch(_export(array, None, at, entry=entry, dtype=np.dtype(array.dtype)))
+        for index, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
+            yield name, placing.fetch(_export_tensor(array, None, index, entry=entry, dtype=np.dtype(array.dtype)))
 
 
 def save_adapter(
@@ -230,13 +231,13 @@ def save_adapter(
     `write` as in `save_model`.
     """
     arrays = (array for _, array in adapter_tensors(learned, cfg, spec, head=head))
-    with fetched_by_all(arrays):
+    with exhaust_on_exit(arrays):
         if write:
             with in_place_of(pathlib.Path(out_dir)) as tmp:
                 settings = lora.peft_config(cfg, spec, head=head, base=base)
                 (tmp / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-                of_file = _announced(lora.adapter_table(cfg, spec, head=head), np.float32)
-                tensorfile.write_tensors(tmp / "adapter_model.safetensors", of_file, arrays)
+                shapes = _describe_tensors(lora.adapter_table(cfg, spec, head=head), np.float32)
+                tensorfile.write_tensors(tmp / "adapter_model.safetensors", shapes, arrays)
     return pathlib.Path(out_dir)
 
 

@@ -69,15 +69,15 @@ def _forward(equation: str, x: jax.Array, kernel: jax.Array | Quantized, dtype: 
     return _product(equation, x, kernel, dtype), (x, kernel)
 
 
-def _backward(equation: str, dtype: Any, held: Any, given: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    x, kernel = held
+def _backward(equation: str, dtype: Any, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    x, kernel = residuals
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
-    given = given.astype(x.dtype)
-    by_x = einsum(f"{out},{right}->{left}", given, kernel.astype(x.dtype), x.dtype)
+    cotangent = cotangent.astype(x.dtype)
+    grad_x = einsum(f"{out},{right}->{left}", cotangent, kernel.astype(x.dtype), x.dtype)
     if isinstance(kernel, Quantized):
-        return by_x, None
-    return by_x, einsum(f"{left},{out}->{right}", x, given, kernel.dtype)
+        return grad_x, None
+    return grad_x, einsum(f"{left},{out}->{right}", x, cotangent, kernel.dtype)
 
 
 _product.defvjp(_forward, _backward)
@@ -85,23 +85,23 @@ _product.defvjp(_forward, _backward)
 
 def einsum(equation: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
     """Multiplies two operands of one dtype, summed in f32 and returned in `dtype`."""
-    summed = jnp.promote_types(a.dtype, jnp.float32)
+    sum_dtype = jnp.promote_types(a.dtype, jnp.float32)
 
-    def direct(a: jax.Array, b: jax.Array) -> jax.Array:  # an accelerator sums in f32 for any result dtype
+    def multiply(a: jax.Array, b: jax.Array) -> jax.Array:  # an accelerator sums in f32 for any result dtype
         return jnp.einsum(equation, a, b, preferred_element_type=dtype)
 
-    def wide(a: jax.Array, b: jax.Array) -> jax.Array:
+    def multiply_wide(a: jax.Array, b: jax.Array) -> jax.Array:
         # XLA's CPU backend has products of bfloat16 for f32 results only.
-        return jnp.einsum(*_transposed(equation, a, b), preferred_element_type=summed).astype(dtype)
+        return jnp.einsum(*_transpose_for_amx(equation, a, b), preferred_element_type=sum_dtype).astype(dtype)
 
-    if a.dtype == summed == dtype:
-        return direct(a, b)
-    out: jax.Array = jax.lax.platform_dependent(a, b, cpu=wide, default=direct)
+    if a.dtype == sum_dtype == dtype:
+        return multiply(a, b)
+    out: jax.Array = jax.lax.platform_dependent(a, b, cpu=multiply_wide, default=multiply)
     return out
 
 
-def _transposed(equation: str, a: jax.Array, b: jax.Array) -> tuple[str, jax.Array, jax.Array]:
-    """Makes XLA's CPU backend transpose `a` where the sum is not over its last axis: its kernel needs that for AMX.
+def _transpose_for_amx(equation: str, a: jax.Array, b: jax.Array) -> tuple[str, jax.Array, jax.Array]:
+    """Returns the product with `a` transposed if the sum is not over its last axis: AMX on a CPU needs that.
 
     A sum over two axes is always transposed, so the axis is split into two: up to five times as fast as without.
     """
@@ -111,26 +111,26 @@ def _transposed(equation: str, a: jax.Array, b: jax.Array) -> tuple[str, jax.Arr
     if len(axes) != 1 or left.endswith(axes[0]) or a.shape[left.index(axes[0])] % 2:
         return equation, a, b
 
-    def halved(x: jax.Array, letters: str) -> jax.Array:
+    def split_axis(x: jax.Array, letters: str) -> jax.Array:
         i = letters.index(axes[0])
         return x.reshape(*x.shape[:i], 2, x.shape[i] // 2, *x.shape[i + 1 :])
 
-    return equation.replace(axes[0], "Z" + axes[0]), halved(a, left), halved(b, right)
+    return equation.replace(axes[0], "Z" + axes[0]), split_axis(a, left), split_axis(b, right)
 
 
 def stored_form(entry: Entry, dtype: Any, method: str) -> Any:
     """Returns the abstract array of a parameter, `Quantized` if the method is for it."""
-    whole = jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype))
+    unquantized = jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype))
     if method == "none" or entry.path[-1] != "kernel" or entry.matrix is None:
-        return whole
+        return unquantized
     axes = tuple(axis - len(entry.shape) for axis in entry.matrix[0])
     if method == "mxfp4" and entry.shape[axes[-1]] % BLOCK:
         raise UserError(
             f"model.base_quantization='mxfp4': {entry.hf_names[0]} has {entry.shape[axes[-1]]} inputs in a row,"
             f" and MXFP4 has blocks of {BLOCK}; take int8"
         )
-    form: Quantized = jax.eval_shape(lambda x: quantize(x, method, axes), whole)
-    return form
+    quantized: Quantized = jax.eval_shape(lambda x: quantize(x, method, axes), unquantized)
+    return quantized
 
 
 def quantize(kernel: jax.Array, method: str, axes: tuple[int, ...]) -> Quantized:
@@ -140,15 +140,15 @@ def quantize(kernel: jax.Array, method: str, axes: tuple[int, ...]) -> Quantized
     return Quantized(codes, scales, method, axes, jnp.dtype(kernel.dtype))
 
 
-def stored_like(kept: Any, values: Params) -> Params:
-    """Casts or quantises parameters as their counterparts in `kept` are, arrays or abstract ones."""
+def stored_like(like: Any, values: Params) -> Params:
+    """Casts or quantises parameters as their counterparts in `like` are, arrays or abstract ones."""
 
-    def one(kept: Any, x: jax.Array) -> Any:
-        if isinstance(kept, Quantized):
-            return quantize(x.astype(kept.dtype), kept.method, kept.axes)
-        return x.astype(kept.dtype)
+    def store(like: Any, x: jax.Array) -> Any:
+        if isinstance(like, Quantized):
+            return quantize(x.astype(like.dtype), like.method, like.axes)
+        return x.astype(like.dtype)
 
-    stored: Params = jax.tree.map(one, kept, values, is_leaf=is_quantized)
+    stored: Params = jax.tree.map(store, like, values, is_leaf=is_quantized)
     return stored
 
 
@@ -157,13 +157,14 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, Quantized)
 
 
-def dequantized(kernel: Any) -> jax.Array:
+def dequantize(kernel: Any) -> jax.Array:
     """Returns the kernel as an array."""
     out: jax.Array = kernel.astype(kernel.dtype) if isinstance(kernel, Quantized) else kernel
     return out
 
 
 def _encode_int8(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Returns codes and scales, one scale for each output."""
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
     scales = jnp.where(largest > 0, largest * np.float32(1 / 127), 1.0)  # XLA may divide by a constant either way
     return jnp.round(x / scales).astype(jnp.int8), scales
@@ -175,7 +176,7 @@ def _decode_int8(kernel: Quantized) -> jax.Array:
 
 
 def _encode_mxfp4(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Rounds to nearest even; larger numbers become the largest."""
+    """Returns MXFP4 codes and scales, rounded to nearest even; larger numbers become the largest."""
     blocks = _split(x, axis, BLOCK)
     exponent = jnp.frexp(jnp.max(jnp.abs(blocks), axis=axis, keepdims=True))[1] - 3  # the largest is 4 or 6, or less
     exponent = jnp.clip(exponent, -126, 127)
@@ -192,20 +193,20 @@ def _encode_mxfp4(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
 def _decode_mxfp4(kernel: Quantized) -> jax.Array:
     axis = kernel.axes[-1]
     code = jnp.stack([kernel.codes & 15, kernel.codes >> 4], kernel.codes.ndim + axis + 1).astype(jnp.int32)
-    power, half = (code & 7) >> 1, code & 1
-    quarters = jnp.where(power == 0, 2 * half, (2 + half) << power) * (1 - 2 * (code >> 3))
+    power, low_bit = (code & 7) >> 1, code & 1
+    quarters = jnp.where(power == 0, 2 * low_bit, (2 + low_bit) << power) * (1 - 2 * (code >> 3))
     scale = jax.lax.bitcast_convert_type(kernel.scales.astype(jnp.uint32) << 23, jnp.float32)
     blocks = _split(_merge(quarters, axis), axis, BLOCK).astype(jnp.float32) / 4
     return _merge(blocks * jnp.expand_dims(scale, axis), axis)
 
 
 def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Splits an axis, counted from the end, into groups of `size`; the number inside a group has its place."""
-    at = x.ndim + axis
-    return x.reshape(*x.shape[:at], x.shape[at] // size, size, *x.shape[at + 1 :])
+    """Reshapes an axis, counted from the end, from n to n / size, size."""
+    i = x.ndim + axis
+    return x.reshape(*x.shape[:i], x.shape[i] // size, size, *x.shape[i + 1 :])
 
 
 def _merge(x: jax.Array, axis: int) -> jax.Array:
-    """Inverts `_split`."""
-    at = x.ndim + axis
-    return x.reshape(*x.shape[: at - 1], math.prod(x.shape[at - 1 : at + 1]), *x.shape[at + 1 :])
+    """Inverts `_split`: reshapes two axes to one."""
+    i = x.ndim + axis
+    return x.reshape(*x.shape[: i - 1], math.prod(x.shape[i - 1 : i + 1]), *x.shape[i + 1 :])

@@ -96,44 +96,44 @@ def variables(model: Weights, seeds: Array | None = None) -> dict[str, Params]:
         lambda path, x: x * model.base.scale if path[-1].key == "b" else x, learned.pop(COLLECTION)
     )
     if seeds is not None and model.base.dropout:
-        adapters = _with_dropout(adapters, jnp.asarray(seeds), model.base.dropout, "")
+        adapters = _add_dropout(adapters, jnp.asarray(seeds), model.base.dropout, "")
     return {"params": {**model.base.params, **learned}, COLLECTION: adapters}
 
 
-def _with_dropout(adapters: Params, seeds: jax.Array, rate: float, path: str) -> Params:
+def _add_dropout(adapters: Params, seeds: jax.Array, rate: float, path: str) -> Params:
     """Adds `dropout` to each adapter of layers: their seeds [L, R, T] and their rate [L]."""
     if "a" not in adapters:
-        return {name: _with_dropout(part, seeds, rate, f"{path}/{name}") for name, part in adapters.items()}
+        return {name: _add_dropout(part, seeds, rate, f"{path}/{name}") for name, part in adapters.items()}
     layers = jnp.arange(adapters["a"].shape[0], dtype=jnp.uint32) + np.uint32(zlib.crc32(path.encode()))
-    own = scrambled(seeds[None] ^ scrambled(layers)[:, None, None])
-    return {**adapters, "dropout": {"seeds": own, "rate": jnp.full(layers.shape, rate, jnp.float32)}}
+    layer_seeds = hash_32_bits(seeds[None] ^ hash_32_bits(layers)[:, None, None])
+    return {**adapters, "dropout": {"seeds": layer_seeds, "rate": jnp.full(layers.shape, rate, jnp.float32)}}
 
 
-def dropped(x: jax.Array, seeds: jax.Array, rate: jax.Array) -> jax.Array:
+def drop_elements(x: jax.Array, seeds: jax.Array, rate: jax.Array) -> jax.Array:
     """Zeroes elements of x [R, T, ...] with probability `rate` and divides the others by 1 - rate.
 
     The choice follows from a token's seed and the element's number alone, however rows are packed or sharded.
     """
     number = jnp.arange(math.prod(x.shape[2:]), dtype=jnp.uint32).reshape(1, 1, *x.shape[2:])
-    bits = scrambled(seeds.reshape(*seeds.shape, *(1,) * (x.ndim - 2)) ^ scrambled(number))
-    kept = bits >= (rate * 2.0**32).astype(jnp.uint32)
-    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+    bits = hash_32_bits(seeds.reshape(*seeds.shape, *(1,) * (x.ndim - 2)) ^ hash_32_bits(number))
+    is_kept = bits >= (rate * 2.0**32).astype(jnp.uint32)
+    return jnp.where(is_kept, x / (1 - rate), 0).astype(x.dtype)
 
 
-def scrambled(x: Any) -> Any:
+def hash_32_bits(x: Any) -> Any:
     """Hashes 32-bit numbers, the last step of MurmurHash3: any bit of x changes half of the result's."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
-def equations(equation: str) -> tuple[str, str]:
+def adapter_equations(equation: str) -> tuple[str, str]:
     """Derives A's and B's einsums from a kernel's: of 'rtd,dha->rtha' they are 'rtd,dz->rtz' and 'rtz,zha->rtha'."""
     ins, outs = equation.split("->")
     x, kernel = ins.split(",")
     inner, outer = [c for c in kernel if c not in outs], [c for c in kernel if c in outs]
-    low = "".join(c for c in x if c in outs) + "z"
-    return f"{x},{''.join(inner)}z->{low}", f"{low},z{''.join(outer)}->{outs}"
+    low_rank = "".join(c for c in x if c in outs) + "z"
+    return f"{x},{''.join(inner)}z->{low_rank}", f"{low_rank},z{''.join(outer)}->{outs}"
 
 
 def parse_targets(text: str) -> tuple[str, ...]:
@@ -151,48 +151,49 @@ def parse_targets(text: str) -> tuple[str, ...]:
 
 
 def adapter_table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
-    """Lists every learned parameter, under peft's names."""
+    """Lists every learned parameter of a model with adapters, under peft's names."""
     kernels = {entry.path: entry for entry in params.table(model, head=head)}
-    out = []
+    entries = []
     for name, stack in itertools.product(targets_of(model, lora), model.stacks):
-        for kernel in (kernels[path] for path in _adapted(model, stack, *TARGETS[name]) if path in kernels):
-            lead, into, outer = _letters(kernel)
-            out += [
-                _entry(kernel, lora, "a", "lora_A", ("r", into), f"{lead}{into}r"),
-                _entry(kernel, lora, "b", "lora_B", (outer, "r"), f"{lead}r{outer}"),
+        for kernel in (kernels[path] for path in _kernel_paths(model, stack, *TARGETS[name]) if path in kernels):
+            lead, inner, outer = _split_letters(kernel)
+            entries += [
+                _make_entry(kernel, lora, "a", "lora_A", ("r", inner), f"{lead}{inner}r"),
+                _make_entry(kernel, lora, "b", "lora_B", (outer, "r"), f"{lead}r{outer}"),
             ]
     if head == "value":
         score = kernels["score", "kernel"]
-        out.append(dataclasses.replace(score, hf=f"base_model.model.{score.hf}"))
-    return tuple(out)
+        entries.append(dataclasses.replace(score, hf=f"base_model.model.{score.hf}"))
+    return tuple(entries)
 
 
 def targets_of(model: ModelConfig, lora: Lora) -> tuple[str, ...]:
     """Returns the modules of the model that have adapters; UserError for a module that it has not."""
-    there = {entry.path for entry in params.table(model, head="trunk")}
+    present = {entry.path for entry in params.table(model, head="trunk")}
     paths = {
-        name: [p for stack in model.stacks for p in _adapted(model, stack, *path)] for name, path in TARGETS.items()
+        name: [p for stack in model.stacks for p in _kernel_paths(model, stack, *path)]
+        for name, path in TARGETS.items()
     }
-    known = tuple(name for name, of_name in paths.items() if not there.isdisjoint(of_name))
-    routed = [n for n in lora.targets if any("experts" in p and "shared" not in p for p in paths[n] if p in there)]
+    possible = tuple(name for name, target_paths in paths.items() if not present.isdisjoint(target_paths))
+    routed = [n for n in lora.targets if any("experts" in p and "shared" not in p for p in paths[n] if p in present)]
     if lora.dropout and routed:
         raise UserError(
             f"model.lora_dropout={lora.dropout}: adapters of routed experts ({', '.join(routed)}) have no dropout; set"
             " it to 0, or name other modules by model.target_modules"
         )
     if lora.targets == tuple(TARGETS):  # all-linear
-        return known
-    absent = [name for name in lora.targets if name not in known]
+        return possible
+    absent = [name for name in lora.targets if name not in possible]
     if absent:
         raise UserError(
             f"model.target_modules: a {model.family} model has no {', '.join(absent)}; use all-linear, or some of"
-            f" {', '.join(known)}"
+            f" {', '.join(possible)}"
         )
     return lora.targets
 
 
 def base_method(model: ModelConfig, lora: Lora | None) -> str:
-    """Returns how the kernels of a base are quantised; UserError for a model of which too few are."""
+    """Returns the quantisation of a frozen base; UserError for a model most of which is not quantised."""
     if lora is None or lora.base == "none":
         return "none"
     if model.experts is not None:
@@ -203,7 +204,7 @@ def base_method(model: ModelConfig, lora: Lora | None) -> str:
     return lora.base
 
 
-def _adapted(model: ModelConfig, stack: Stack, module: str, name: str) -> list[tuple[str, ...]]:
+def _kernel_paths(model: ModelConfig, stack: Stack, module: str, name: str) -> list[tuple[str, ...]]:
     """Returns the paths of the kernels that a target names in a stack: of every expert, and of one that all use.
 
     Experts that are one tensor have no adapters.
@@ -214,23 +215,24 @@ def _adapted(model: ModelConfig, stack: Stack, module: str, name: str) -> list[t
     return paths
 
 
-def _letters(kernel: Entry) -> tuple[str, str, str]:
+def _split_letters(kernel: Entry) -> tuple[str, str, str]:
     """Returns a kernel's letters: of layers and experts, of its input (the second axis of HF's), and of its output."""
-    lead, into = kernel.letters[: len(kernel.numbered)], kernel.hf_letters[1]
-    return lead, into, "".join(letter for letter in kernel.letters if letter not in lead + into)
+    lead, inner = kernel.letters[: len(kernel.numbered)], kernel.hf_letters[1]
+    return (lead, inner, "".join(letter for letter in kernel.letters if letter not in lead + inner))
 
 
-def _module(path: tuple[str, ...]) -> tuple[str, ...]:
+def _adapter_path(path: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the place of a parameter's adapter; the kernels of experts have no module of their own."""
     return path[:-1] if path[-1] == "kernel" else path
 
 
-def _entry(kernel: Entry, lora: Lora, name: str, theirs: str, hf_letters: tuple[str, ...], letters: str) -> Entry:
+def _make_entry(kernel: Entry, lora: Lora, name: str, peft: str, hf_letters: tuple[str, ...], letters: str) -> Entry:
+    """Makes the entry of a kernel's A or B."""
     sizes = dict(zip(kernel.letters, kernel.shape, strict=True)) | {"r": lora.rank}
     axes = dict(zip(kernel.letters, kernel.axes, strict=True)) | {"r": None}
     return Entry(
-        path=(COLLECTION, *_module(kernel.path), name),
-        hf=f"base_model.model.{kernel.hf.removesuffix('.weight')}.{theirs}.weight",
+        path=(COLLECTION, *_adapter_path(kernel.path), name),
+        hf=f"base_model.model.{kernel.hf.removesuffix('.weight')}.{peft}.weight",
         hf_letters=hf_letters,
         letters=letters,
         shape=tuple(sizes[letter] for letter in letters),
@@ -248,30 +250,30 @@ def init(model: ModelConfig, lora: Lora, key: jax.Array) -> Params:
         if entry.path[-1] == "b":
             return jnp.zeros(entry.shape, jnp.float32)
         bound = 1 / math.sqrt(math.prod(entry.shape[len(entry.numbered) : -1]))
-        stacks, number = len(model.stacks), [name for _, name in TARGETS.values()].index(entry.path[-2])
-        stack = next(i for i, one in enumerate(model.stacks) if entry.path[1:][: len(one.path)] == one.path)
-        number += len(TARGETS) * (stack + stacks * ("shared" in entry.path))
-        return jax.random.uniform(jax.random.fold_in(key, number), entry.shape, jnp.float32, -bound, bound)
+        stacks, target_number = len(model.stacks), [name for _, name in TARGETS.values()].index(entry.path[-2])
+        stack = next(i for i, other in enumerate(model.stacks) if entry.path[1:][: len(other.path)] == other.path)
+        target_number += len(TARGETS) * (stack + stacks * ("shared" in entry.path))
+        return jax.random.uniform(jax.random.fold_in(key, target_number), entry.shape, jnp.float32, -bound, bound)
 
     return params.tree(adapter_table(model, lora, head="lm"), leaf)
 
 
-def parts(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array] | None]:
+def kernel_and_adapter(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array] | None]:
     """Returns the parameter of `entry` on its devices, and its adapter with B times its scale, or None."""
     if not isinstance(model, Adapted):
-        return kernels.dequantized(placing.to_device(params.leaf_at(model, entry.path))), None
-    known = model.learned if entry.path[0] in model.learned else model.base.params
-    beside = placing.to_device(find_adapters(model.learned[COLLECTION], _module(entry.path)))
-    scaled = None if beside is None else {"a": beside["a"], "b": beside["b"] * model.base.scale}
-    return kernels.dequantized(placing.to_device(params.leaf_at(known, entry.path))), scaled
+        return kernels.dequantize(placing.to_device(params.leaf_at(model, entry.path))), None
+    holder = model.learned if entry.path[0] in model.learned else model.base.params
+    adapter = placing.to_device(find_adapters(model.learned[COLLECTION], _adapter_path(entry.path)))
+    scaled = None if adapter is None else {"a": adapter["a"], "b": adapter["b"] * model.base.scale}
+    return kernels.dequantize(placing.to_device(params.leaf_at(holder, entry.path))), scaled
 
 
-def merge(entry: Entry, kernel: jax.Array, beside: dict[str, jax.Array]) -> jax.Array:
+def merge(entry: Entry, kernel: jax.Array, adapter: dict[str, jax.Array]) -> jax.Array:
     """Computes W + B A, in W's dtype: both of `entry`, all layers of it or some."""
     chex.assert_rank(kernel, len(entry.letters))
-    lead, into, outer = _letters(entry)
-    low = jnp.einsum(f"{lead}{into}r,{lead}r{outer}->{entry.letters}", beside["a"], beside["b"])
-    return (kernel.astype(jnp.float32) + low).astype(kernel.dtype)
+    lead, inner, outer = _split_letters(entry)
+    product = jnp.einsum(f"{lead}{inner}r,{lead}r{outer}->{entry.letters}", adapter["a"], adapter["b"])
+    return (kernel.astype(jnp.float32) + product).astype(kernel.dtype)
 
 
 def find_adapters(adapters: Any, path: tuple[str, ...]) -> Any:

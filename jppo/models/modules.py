@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jppo.models import lora
 from jppo.models.config import Group, ModelConfig
 from jppo.models.kernels import Quantized, product
-from jppo.models.sequence_parallel import HEADS, POSITIONS, columns, row_axes
+from jppo.models.sequence_parallel import HEADS, POSITIONS, column_axes, row_axes
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -44,8 +44,8 @@ class RMSNorm(nn.Module):
         normed = wide * jax.lax.rsqrt(variance + (self.cfg.rms_norm_eps if self.eps is None else self.eps))
         if not self.scaled:
             return normed.astype(x.dtype)
-        start = nn.initializers.constant(1.0 - self.cfg.norm_offset)
-        scale = self.param("scale", start, x.shape[-self.axes :], self.param_dtype)
+        init = nn.initializers.constant(1.0 - self.cfg.norm_offset)
+        scale = self.param("scale", init, x.shape[-self.axes :], self.param_dtype)
         gain = scale.astype(jnp.float32) + self.cfg.norm_offset
         return (normed * gain.reshape((1,) * (x.ndim - self.axes) + gain.shape)).astype(x.dtype)
 
@@ -68,11 +68,11 @@ class Project(nn.Module):
         if self.bias is not None:
             y += self.param("bias", nn.initializers.zeros, self.bias, self.param_dtype)[None, None].astype(x.dtype)
         if self.has_variable(lora.COLLECTION, "a"):
-            down, up = lora.equations(self.equation)
+            down, up = lora.adapter_equations(self.equation)
             a: jax.Array = self.get_variable(lora.COLLECTION, "a")
             b: jax.Array = self.get_variable(lora.COLLECTION, "b")
             if self.has_variable(lora.COLLECTION, "dropout"):
-                x = lora.dropped(x, **self.get_variable(lora.COLLECTION, "dropout"))
+                x = lora.drop_elements(x, **self.get_variable(lora.COLLECTION, "dropout"))
             y += product(up, product(down, x, a), b)
         return y
 
@@ -94,15 +94,15 @@ class MLP(nn.Module):
             return Project(equation, shape, bias, cfg.initializer_range, self.param_dtype, name=name)
 
         if cfg.fused:
-            both = project("gate_up", "rtd,dnf->rtnf", (D, 2, F))(x)
-            gate, up = both[:, :, 0], both[:, :, 1]
+            gate_and_up = project("gate_up", "rtd,dnf->rtnf", (D, 2, F))(x)
+            gate, up = gate_and_up[:, :, 0], gate_and_up[:, :, 1]
         else:
             gate = project("gate", "rtd,df->rtf", (D, F))(x)
             up = project("up", "rtd,df->rtf", (D, F))(x)
         return project("down", "rtf,fd->rtd", (F, D))(ACTIVATIONS[cfg.activation](gate) * up)
 
 
-def scaled(x: jax.Array, factor: float) -> jax.Array:
+def scale_in_f32(x: jax.Array, factor: float) -> jax.Array:
     """Multiplies in f32: half precision would round the factor."""
     return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
@@ -114,11 +114,11 @@ def look_up(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
     times the size of its terms, so narrow tables get a backward pass of their own.
     """
     chex.assert_rank(table, 2)
-    return (table[tokens] if table.dtype.itemsize >= 4 else _narrow(table, tokens)).astype(dtype)
+    return (table[tokens] if table.dtype.itemsize >= 4 else _look_up_narrow(table, tokens)).astype(dtype)
 
 
 def make_lookup(mesh: Mesh | None) -> Lookup:
-    """Makes the same for a table whose D and V the mesh shards, and tokens sharded as rows.
+    """Makes `look_up` for a table whose D and V the mesh shards, and tokens sharded as rows.
 
     A device reads its columns of the table for the tokens of all devices that share it. It then exchanges them for
     all columns of its own tokens. XLA alone would gather the table or all activations.
@@ -129,26 +129,26 @@ def make_lookup(mesh: Mesh | None) -> Lookup:
     def on_mesh(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
         chex.assert_rank([table, tokens], 2)
         V, D = table.shape
-        of_columns = columns(mesh, D)
-        of_rows = HEADS if V % mesh.shape[HEADS] == 0 and mesh.shape[HEADS] > 1 else None
+        d_axes = column_axes(mesh, D)
+        vocab_axis = HEADS if V % mesh.shape[HEADS] == 0 and mesh.shape[HEADS] > 1 else None
 
-        def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
-            axis_of = {axis: 1 if axis == POSITIONS else 0 for axis in of_columns}
-            for axis, place in axis_of.items():
-                tokens = jax.lax.all_gather(tokens, axis, axis=place, tiled=True)
-            if of_rows is None:
+        def look_up_on_device(table: jax.Array, tokens: jax.Array) -> jax.Array:
+            array_axis = {axis: 1 if axis == POSITIONS else 0 for axis in d_axes}
+            for axis, array_dim in array_axis.items():
+                tokens = jax.lax.all_gather(tokens, axis, axis=array_dim, tiled=True)
+            if vocab_axis is None:
                 x = look_up(table, tokens, dtype)
             else:
-                here = tokens - jax.lax.axis_index(of_rows) * table.shape[0]
-                mine = (here >= 0) & (here < table.shape[0])
-                x = look_up(table, jnp.where(mine, here, 0), dtype)
-                x = jax.lax.psum(jnp.where(mine[..., None], x, 0), of_rows)
-            for axis, place in reversed(axis_of.items()):
-                x = jax.lax.all_to_all(x, axis, split_axis=place, concat_axis=2, tiled=True)
+                local_tokens = tokens - jax.lax.axis_index(vocab_axis) * table.shape[0]
+                is_local = (local_tokens >= 0) & (local_tokens < table.shape[0])
+                x = look_up(table, jnp.where(is_local, local_tokens, 0), dtype)
+                x = jax.lax.psum(jnp.where(is_local[..., None], x, 0), vocab_axis)
+            for axis, array_dim in reversed(array_axis.items()):
+                x = jax.lax.all_to_all(x, axis, split_axis=array_dim, concat_axis=2, tiled=True)
             return x
 
-        specs = PartitionSpec(of_rows, of_columns or None), PartitionSpec(row_axes(), POSITIONS)
-        over_mesh = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
+        specs = PartitionSpec(vocab_axis, d_axes or None), PartitionSpec(row_axes(), POSITIONS)
+        over_mesh = jax.shard_map(look_up_on_device, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
         out: jax.Array = over_mesh(table, tokens)
         return out
 
@@ -156,7 +156,8 @@ def make_lookup(mesh: Mesh | None) -> Lookup:
 
 
 @jax.custom_vjp
-def _narrow(table: jax.Array, tokens: jax.Array) -> jax.Array:
+def _look_up_narrow(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Looks up rows of a table in half precision, with a backward pass of its own."""
     return table[tokens]
 
 
@@ -165,20 +166,20 @@ def _forward(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, tuple[jax.
     return table[tokens], (table, tokens)
 
 
-def _backward(held: tuple[jax.Array, jax.Array], given: jax.Array) -> tuple[jax.Array, None]:
+def _backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:
     """Sums the cotangents by distinct token in f32, [min(N, V), D], each rounded once: no [V, D] in f32."""
-    table, tokens = held
+    table, tokens = residuals
     V, D = table.shape
-    distinct, which = jnp.unique(tokens.reshape(-1), size=min(tokens.size, V), fill_value=V, return_inverse=True)
-    wide = given.reshape(-1, D).astype(jnp.float32)
-    sums = jax.ops.segment_sum(wide, which.reshape(-1), num_segments=distinct.size)
+    distinct, row_of_token = jnp.unique(tokens.reshape(-1), size=min(tokens.size, V), fill_value=V, return_inverse=True)
+    wide_cotangent = cotangent.reshape(-1, D).astype(jnp.float32)
+    sums = jax.ops.segment_sum(wide_cotangent, row_of_token.reshape(-1), num_segments=distinct.size)
     # Each row of the table gathers its sum: XLA's CPU backend would widen a whole table to scatter into it.
-    place = jnp.full(V, distinct.size).at[distinct].set(jnp.arange(distinct.size), mode="drop")
+    sum_index = jnp.full(V, distinct.size).at[distinct].set(jnp.arange(distinct.size), mode="drop")
     rows = jnp.pad(sums.astype(table.dtype), ((0, 1), (0, 0)))
-    return rows[place], None
+    return rows[sum_index], None
 
 
-_narrow.defvjp(_forward, _backward)
+_look_up_narrow.defvjp(_forward, _backward)
 
 
 class Embed(nn.Module):
@@ -210,15 +211,15 @@ class PerLayer(nn.Module):
         cfg = self.cfg
         assert cfg.gemma4 is not None
         D, L, P = cfg.hidden_size, cfg.num_layers, cfg.gemma4.per_layer
-        of_token = Embed(cfg, self.param_dtype, x.dtype, self.lookup, L * P, name="embed")(tokens)
-        of_token *= jnp.asarray(P**0.5, x.dtype)
+        token_part = Embed(cfg, self.param_dtype, x.dtype, self.lookup, L * P, name="embed")(tokens)
+        token_part *= jnp.asarray(P**0.5, x.dtype)
         project = Project("rtd,dm->rtm", (D, L * P), None, cfg.initializer_range, self.param_dtype, name="project")
-        of_state, of_token = (y.reshape(*y.shape[:2], L, P) for y in (project(x) * D**-0.5, of_token))
-        return (RMSNorm(cfg, self.param_dtype, name="norm")(of_state) + of_token) * 2**-0.5
+        state_part, token_part = (y.reshape(*y.shape[:2], L, P) for y in (project(x) * D**-0.5, token_part))
+        return (RMSNorm(cfg, self.param_dtype, name="norm")(state_part) + token_part) * 2**-0.5
 
 
 def embeddings_by_stack(embeddings: jax.Array | None, group: Group) -> tuple[jax.Array | None, ...]:
-    """Splits embeddings [R, T, L, P] by the stacks of a scan: [layers, R, T, P]."""
+    """Splits embeddings in layers [R, T, L, P] by the stacks of a scan: [layers, R, T, P] each."""
     if embeddings is None:
         return (None,) * len(group)
     return tuple(jnp.moveaxis(embeddings[:, :, stack.layers], 2, 0) for stack in group)

@@ -81,9 +81,9 @@ class Entry:
         """Returns the number of last rows of the first axis that no update changes."""
         return self.shape[0] if self.buffer else self.padding
 
-    def dtype(self, of_model: Any) -> Any:
+    def dtype(self, model_dtype: Any) -> Any:
         """Returns the parameter's dtype in a model of this one."""
-        return jnp.float32 if self.path[-1] == "correction" else of_model
+        return jnp.float32 if self.path[-1] == "correction" else model_dtype
 
     @property
     def numbered(self) -> tuple[int, ...]:
@@ -111,14 +111,15 @@ class Entry:
     @property
     def hf_names(self) -> tuple[str, ...]:
         """Returns HF's names, in the order of `np.ndindex(numbered)`."""
-        places = (dict(zip(("layer", "expert"), at, strict=False)) for at in np.ndindex(self.numbered))
-        return tuple(self.hf.format(**at | {"layer": self.first + self.step * at.get("layer", 0)}) for at in places)
+        indices = (dict(zip(("layer", "expert"), at, strict=False)) for at in np.ndindex(self.numbered))
+        return tuple(self.hf.format(**at | {"layer": self.first + self.step * at.get("layer", 0)}) for at in indices)
 
 
 Rows = Callable[..., list[Entry]]  # makes the entries of a row, one of each stack
 
 
-def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
+def _entry_maker(model: ModelConfig) -> Callable[..., Entry]:
+    """Makes the function that makes an entry from a row of the table: it fills in shape and axes by the letters."""
     sizes = {
         "V": model.padded_vocab_size,
         "D": model.hidden_size,
@@ -143,20 +144,20 @@ def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
     if (gemma4 := model.gemma4) is not None:
         sizes |= {"p": gemma4.per_layer} | dict.fromkeys("lm", gemma4.per_layer * model.num_layers)
 
-    def of_layer(modules: LayerModules) -> dict[str, int]:
+    def layer_sizes(modules: LayerModules) -> dict[str, int]:
         return dict(zip("KA", model.heads_of(modules), strict=True)) | {"F": model.mlp_width(modules)}
 
     def entry(
         path: str, hf: str, hf_letters: str, letters: str, alias: str | None = None, stack: Stack | None = None
     ) -> Entry:
         vector = letters.lstrip("L") in ("D", "A", "I", "C")  # norms, and biases of the residual stream
-        own = sizes if stack is None or model.gemma4 is None else sizes | of_layer(stack.modules)
+        letter_sizes = sizes if stack is None or model.gemma4 is None else sizes | layer_sizes(stack.modules)
         return Entry(
             path=tuple(path.split("/")) if stack is None else (*stack.path, *path.split("/")),
             hf=hf if stack is None else f"model.layers.{{layer}}.{hf}",
             hf_letters=tuple(hf_letters.split()),
             letters=letters,
-            shape=tuple(stack.count if stack and letter == "L" else own[letter] for letter in letters),
+            shape=tuple(stack.count if stack and letter == "L" else letter_sizes[letter] for letter in letters),
             axes=tuple("norm" if vector and letter in "DAIC" else AXES[letter] for letter in letters),
             alias=alias,
             padding=model.padded_vocab_size - model.vocab_size if letters[0] == "V" else 0,
@@ -170,23 +171,23 @@ def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
 
 def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     """Lists every parameter of the model with this head, in the order of HF's files' layers."""
-    entry = _make_entry(model)
+    entry = _entry_maker(model)
 
     def layer(*row: str, **modules: Any) -> list[Entry]:
-        """Makes the entry of every stack whose layers have these modules."""
+        """Makes the entries of a row: one for each stack whose layers have these modules."""
         stacks = [stack for stack in model.stacks if all(getattr(stack.modules, k) == v for k, v in modules.items())]
         return [entry(*row, stack=stack) for stack in stacks]
 
     def attention(*row: str, **modules: Any) -> list[Entry]:
         return layer(*row, mixer="attention", **modules)
 
-    tied = "lm_head.weight" if model.tie_word_embeddings else None
+    alias = "lm_head.weight" if model.tie_word_embeddings else None
     # A norm on attention's output has the usual name of the MLP's own norm.
     before_mlp = "pre_feedforward_layernorm.weight" if model.post_norms else "post_attention_layernorm.weight"
     rows = [
-        entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", tied),
-        *_attention(model, attention),
-        *_mlp(model, layer),
+        entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", alias),
+        *_attention_entries(model, attention),
+        *_mlp_entries(model, layer),
         entry("norm/scale", "model.norm.weight", "D", "D"),
     ]
     if model.pre_norms:
@@ -200,11 +201,11 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
         rows += attention("attn/q_norm/scale", "self_attn.q_norm.weight", normed_q, f"L{normed_q}")
         rows += attention("attn/k_norm/scale", "self_attn.k_norm.weight", normed_k, f"L{normed_k}", keyed=True)
     if model.delta is not None:
-        rows += _delta(model.delta, functools.partial(layer, mixer="delta"))
+        rows += _delta_entries(model.delta, functools.partial(layer, mixer="delta"))
     if model.experts is not None:
-        rows += _experts(model.experts, layer)
+        rows += _expert_entries(model.experts, layer)
     if model.gemma4 is not None:
-        rows += _gemma4(model.gemma4, layer)
+        rows += _gemma4_entries(model.gemma4, layer)
         if model.gemma4.per_layer:
             rows += [
                 entry("per_layer/embed/embedding", "model.embed_tokens_per_layer.weight", "V l", "Vl"),
@@ -218,48 +219,49 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     return tuple(rows)
 
 
-def _attention(model: ModelConfig, layer: Rows) -> list[Entry]:
+def _attention_entries(model: ModelConfig, layer: Rows) -> list[Entry]:
     """Lists the parameters of attention, without its norms of queries and keys by head."""
-    rows = _grouped(model, layer) if model.latent is None else _latent(model, layer)
+    rows = _grouped_entries(model, layer) if model.latent is None else _latent_entries(model, layer)
     return rows + (layer("attn/o/bias", "self_attn.o_proj.bias", "D", "LD") if model.o_bias else [])
 
 
-def _grouped(model: ModelConfig, layer: Rows) -> list[Entry]:
-    of_q = "HGA" if model.gated else "HA"
-    out = layer("attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD")
+def _grouped_entries(model: ModelConfig, layer: Rows) -> list[Entry]:
+    """Lists the parameters of attention with a key and value for each group of query heads."""
+    q_letters = "HGA" if model.gated else "HA"
+    rows = layer("attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD")
     if model.fused:
-        out += layer("attn/qkv/kernel", "self_attn.qkv_proj.weight", "QA D", "LDQA")
+        rows += layer("attn/qkv/kernel", "self_attn.qkv_proj.weight", "QA D", "LDQA")
     else:
-        out += layer("attn/q/kernel", "self_attn.q_proj.weight", f"{of_q} D", f"LD{of_q}")
-        out += layer("attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA", keyed=True)
-        out += layer("attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA", valued=True)
+        rows += layer("attn/q/kernel", "self_attn.q_proj.weight", f"{q_letters} D", f"LD{q_letters}")
+        rows += layer("attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA", keyed=True)
+        rows += layer("attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA", valued=True)
     if model.qkv_bias:
-        out += layer("attn/q/bias", "self_attn.q_proj.bias", of_q, f"L{of_q}")
-        out += layer("attn/k/bias", "self_attn.k_proj.bias", "KA", "LKA", keyed=True)
-        out += layer("attn/v/bias", "self_attn.v_proj.bias", "KA", "LKA", valued=True)
-    return out + (layer("attn/sinks", "self_attn.sinks", "H", "LH") if model.sinks else [])
+        rows += layer("attn/q/bias", "self_attn.q_proj.bias", q_letters, f"L{q_letters}")
+        rows += layer("attn/k/bias", "self_attn.k_proj.bias", "KA", "LKA", keyed=True)
+        rows += layer("attn/v/bias", "self_attn.v_proj.bias", "KA", "LKA", valued=True)
+    return rows + (layer("attn/sinks", "self_attn.sinks", "H", "LH") if model.sinks else [])
 
 
-def _latent(model: ModelConfig, layer: Rows) -> list[Entry]:
+def _latent_entries(model: ModelConfig, layer: Rows) -> list[Entry]:
     assert model.latent is not None
-    out = [
+    rows = [
         *layer("attn/kv_a/kernel", "self_attn.kv_a_proj_with_mqa.weight", "J D", "LDJ"),
         *layer("attn/kv_norm/scale", "self_attn.kv_a_layernorm.weight", "C", "LC"),
         *layer("attn/kv_b/kernel", "self_attn.kv_b_proj.weight", "HU C", "LCHU"),
         *layer("attn/o/kernel", "self_attn.o_proj.weight", "D HW", "LHWD"),
     ]
     if model.qkv_bias:
-        out += layer("attn/kv_a/bias", "self_attn.kv_a_proj_with_mqa.bias", "J", "LJ")
+        rows += layer("attn/kv_a/bias", "self_attn.kv_a_proj_with_mqa.bias", "J", "LJ")
     if model.latent.query_rank is None:
-        return out + layer("attn/q/kernel", "self_attn.q_proj.weight", "HA D", "LDHA")
+        return rows + layer("attn/q/kernel", "self_attn.q_proj.weight", "HA D", "LDHA")
     if model.qkv_bias:
-        out += layer("attn/q_a/bias", "self_attn.q_a_proj.bias", "P", "LP")
-    out += layer("attn/q_a/kernel", "self_attn.q_a_proj.weight", "P D", "LDP")
-    out += layer("attn/q_norm/scale", "self_attn.q_a_layernorm.weight", "I", "LI")
-    return out + layer("attn/q_b/kernel", "self_attn.q_b_proj.weight", "HA I", "LIHA")
+        rows += layer("attn/q_a/bias", "self_attn.q_a_proj.bias", "P", "LP")
+    rows += layer("attn/q_a/kernel", "self_attn.q_a_proj.weight", "P D", "LDP")
+    rows += layer("attn/q_norm/scale", "self_attn.q_a_layernorm.weight", "I", "LI")
+    return rows + layer("attn/q_b/kernel", "self_attn.q_b_proj.weight", "HA I", "LIHA")
 
 
-def _delta(spec: Delta, layer: Rows) -> list[Entry]:
+def _delta_entries(spec: Delta, layer: Rows) -> list[Entry]:
     rows = [
         *layer("delta/conv", "linear_attn.conv1d.weight", "Z 1 T", "LZ1T"),
         *layer("delta/a_log", "linear_attn.A_log", "O", "LO"),
@@ -282,7 +284,7 @@ def _delta(spec: Delta, layer: Rows) -> list[Entry]:
     ]
 
 
-def _gemma4(spec: Gemma4, layer: Rows) -> list[Entry]:
+def _gemma4_entries(spec: Gemma4, layer: Rows) -> list[Entry]:
     rows = layer("scalar", "layer_scalar", "1", "L1")
     if spec.per_layer:
         rows += layer("per_layer_gate/kernel", "per_layer_input_gate.weight", "p D", "LDp")
@@ -291,10 +293,10 @@ def _gemma4(spec: Gemma4, layer: Rows) -> list[Entry]:
     return rows
 
 
-def _experts(spec: Experts, layer: Rows) -> list[Entry]:
+def _expert_entries(spec: Experts, layer: Rows) -> list[Entry]:
     names = spec.names
     module = f"{names.module}." if names.module else ""
-    each = f"{module}experts.{{expert}}"
+    expert_prefix = f"{module}experts.{{expert}}"
     rows = layer("experts/router", f"{module}{names.router}.weight", "E D", "LDE", sparse=True)
     if names.fused is not None:
         gate_up, down = names.fused
@@ -311,9 +313,9 @@ def _experts(spec: Experts, layer: Rows) -> list[Entry]:
             rows += layer("experts/gate_up_bias", f"{module}experts.gate_up_proj_bias", "E MN", "LNEM", sparse=True)
             rows += layer("experts/down_bias", f"{module}experts.down_proj_bias", "E D", "LED", sparse=True)
         return rows
-    rows += layer("experts/gate", f"{each}.{names.gate}.weight", "M D", "LEDM", sparse=True)
-    rows += layer("experts/up", f"{each}.{names.up}.weight", "M D", "LEDM", sparse=True)
-    rows += layer("experts/down", f"{each}.{names.down}.weight", "D M", "LEDM", sparse=True)
+    rows += layer("experts/gate", f"{expert_prefix}.{names.gate}.weight", "M D", "LEDM", sparse=True)
+    rows += layer("experts/up", f"{expert_prefix}.{names.up}.weight", "M D", "LEDM", sparse=True)
+    rows += layer("experts/down", f"{expert_prefix}.{names.down}.weight", "D M", "LEDM", sparse=True)
     if spec.routing.corrected:
         rows += layer("experts/correction", f"{module}gate.e_score_correction_bias", "E", "LE", sparse=True)
     if spec.shared_width:
@@ -326,7 +328,7 @@ def _experts(spec: Experts, layer: Rows) -> list[Entry]:
     return rows
 
 
-def _mlp(model: ModelConfig, layer: Rows) -> list[Entry]:
+def _mlp_entries(model: ModelConfig, layer: Rows) -> list[Entry]:
     rows = layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", dense=True)
     if model.fused:
         rows += layer("mlp/gate_up/kernel", "mlp.gate_up_proj.weight", "NF D", "LDNF", dense=True)
@@ -343,26 +345,26 @@ def _mlp(model: ModelConfig, layer: Rows) -> list[Entry]:
 def from_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
     """Converts HF's tensor (of one layer, and expert) to our layout; a view."""
     chex.assert_rank(tensor, len(entry.hf_letters))
-    ours = entry.letters[len(entry.numbered) :]
-    theirs = "".join(entry.hf_letters)
+    letters = entry.letters[len(entry.numbered) :]
+    hf_letters = "".join(entry.hf_letters)
     sizes = dict(zip(entry.letters, entry.shape, strict=True))
     sizes[entry.letters[0]] -= entry.padding
-    split = tensor.reshape([sizes[letter] for letter in theirs])
-    return split.transpose([theirs.index(letter) for letter in ours])
+    split = tensor.reshape([sizes[letter] for letter in hf_letters])
+    return split.transpose([hf_letters.index(letter) for letter in letters])
 
 
 def to_hf(entry: Entry, array: jax.Array) -> jax.Array:
     """Converts our array (some or all layers and experts) to HF's layout, still stacked; the inverse of `from_hf`."""
     chex.assert_rank(array, len(entry.letters))
     array = array[: array.shape[0] - entry.padding]  # HF has no padding rows
-    lead = entry.letters[: len(entry.numbered)]
-    theirs = lead + "".join(entry.hf_letters)
-    merged = array.shape[: len(lead)] + entry.hf_shape
-    return jnp.transpose(array, [entry.letters.index(letter) for letter in theirs]).reshape(merged)
+    lead_letters = entry.letters[: len(entry.numbered)]
+    hf_letters = lead_letters + "".join(entry.hf_letters)
+    merged = array.shape[: len(lead_letters)] + entry.hf_shape
+    return jnp.transpose(array, [entry.letters.index(letter) for letter in hf_letters]).reshape(merged)
 
 
 def tree(entries: tuple[Entry, ...], leaf: Callable[[Entry], Any]) -> dict[str, Any]:
-    """Makes the nested dict of `params` with `leaf(entry)` in each place."""
+    """Makes the nested dict of a model's parameters, with `leaf(entry)` in place of each."""
     root: dict[str, Any] = {}
     for entry in entries:
         node = root

@@ -23,14 +23,14 @@ def put(tree: Any, sharding: Any) -> Any:
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
-    def place(x: Any) -> jax.Array:
+    def put_one(x: Any) -> jax.Array:
         if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-            key: jax.Array = jax.random.wrap_key_data(place(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+            key: jax.Array = jax.random.wrap_key_data(put_one(jax.random.key_data(x)), impl=jax.random.key_impl(x))
             return key
         values = np.asarray(x)
         return jax.make_array_from_callback(values.shape, sharding, lambda part: values[part])
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(put_one, tree)
 
 
 def whole_array(array: jax.Array) -> jax.Array:
@@ -38,7 +38,7 @@ def whole_array(array: jax.Array) -> jax.Array:
     if array.is_fully_addressable or array.is_fully_replicated:
         return array
     assert isinstance(array.sharding, NamedSharding)
-    out: jax.Array = _everywhere(array.sharding.mesh)(array)
+    out: jax.Array = _replicate(array.sharding.mesh)(array)
     return out
 
 
@@ -48,19 +48,20 @@ def fetch(tree: Any) -> Any:
 
 
 def local(tree: Any, mesh: Mesh) -> Any:
-    """Copies the arrays to `mesh`, this host's part; one at a time is whole on each device."""
+    """Copies arrays to `mesh`, this host's part of theirs; one at a time is whole on each device."""
 
     def copy(x: jax.Array) -> jax.Array:
         assert isinstance(x.sharding, NamedSharding)
-        at = NamedSharding(mesh, x.sharding.spec)
-        out: jax.Array = jax.block_until_ready(jax.device_put(whole_array(x).addressable_data(0), at))
+        sharding = NamedSharding(mesh, x.sharding.spec)
+        out: jax.Array = jax.block_until_ready(jax.device_put(whole_array(x).addressable_data(0), sharding))
         return out
 
     return jax.tree.map(copy, tree)
 
 
 @functools.cache
-def _everywhere(mesh: Any) -> Any:
+def _replicate(mesh: Any) -> Any:
+    """Compiles the copy of an array to all devices of a mesh."""
     return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
@@ -72,8 +73,8 @@ def host_kind(device: jax.Device) -> str | None:
 
 def is_offloaded(array: Any) -> bool:
     """Whether the array, or its shape, is offloaded to host memory."""
-    place = getattr(array, "sharding", None)
-    return place is not None and place.memory_kind in KINDS
+    sharding = getattr(array, "sharding", None)
+    return sharding is not None and sharding.memory_kind in KINDS
 
 
 def to_host(tree: Any) -> Any:
@@ -96,7 +97,7 @@ def to_device(tree: Any) -> Any:
 
 
 def take(tree: Any) -> Any:
-    """Moves the arrays to their devices, to be donated; offloaded originals are deleted."""
+    """Moves arrays to their devices, for a program that overwrites them; offloaded originals are deleted."""
     out = jax.block_until_ready(to_device(tree))
     for x in jax.tree.leaves(tree):
         if is_offloaded(x):
@@ -111,9 +112,9 @@ def put_back(tree: Any, like: Any) -> Any:
 
 def mesh_of(tree: Any) -> Mesh:
     """Returns the mesh of arrays, or of their shapes."""
-    place = jax.tree.leaves(tree)[0].sharding
-    assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
-    return place.mesh
+    sharding = jax.tree.leaves(tree)[0].sharding
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    return sharding.mesh
 
 
 def shapes(tree: Any, place: jax.sharding.Sharding) -> Any:
@@ -122,12 +123,12 @@ def shapes(tree: Any, place: jax.sharding.Sharding) -> Any:
 
 
 def zeros_of(tree: Any) -> Any:
-    """Replaces shapes by zeros in their places; arrays stay."""
+    """Replaces shapes by arrays of zeros with their shardings; arrays stay."""
 
-    def one(x: Any) -> Any:
+    def make(x: Any) -> Any:
         return put(np.zeros(x.shape, x.dtype), x.sharding) if isinstance(x, jax.ShapeDtypeStruct) else x
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(make, tree)
 
 
 def on_device_shapes(tree: Any) -> Any:
@@ -136,11 +137,11 @@ def on_device_shapes(tree: Any) -> Any:
     Values of the host, which have no sharding, stay as they are.
     """
 
-    def one(x: Any) -> Any:
-        place = getattr(x, "sharding", None)
-        return x if place is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device(place))
+    def describe(x: Any) -> Any:
+        sharding = getattr(x, "sharding", None)
+        return x if sharding is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device(sharding))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(describe, tree)
 
 
 def on_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
@@ -149,7 +150,7 @@ def on_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 
 
 def copy_shapes(tree: Any, offload: bool) -> Any:
-    """Returns the shapes of other arrays, in device memory or on the host."""
+    """Returns the shapes of copies of these arrays, in device memory or on the host."""
     copies = on_device_shapes(tree)
     return to_host(copies) if offload else copies
 

@@ -39,48 +39,48 @@ STILL = Rotary(1.0, math.inf)  # frequencies 0: a layer without positions
 
 
 def frequencies(rotary: Rotary, head_dim: int) -> np.ndarray:
-    """Computes [N/2] f32 exactly as transformers and vLLM do, to the last bit."""
-    f32, turned = np.float32, int(head_dim * rotary.part)
-    periods = f32(rotary.theta) ** (np.arange(0, turned, 2, dtype=f32) / f32(turned))
+    """Computes the rotary frequencies [N/2] f32 exactly as transformers and vLLM do, to the last bit."""
+    f32, rotated_dims = np.float32, int(head_dim * rotary.part)
+    periods = f32(rotary.theta) ** (np.arange(0, rotated_dims, 2, dtype=f32) / f32(rotated_dims))
     if rotary.divisors is not None:
         periods = np.asarray(rotary.divisors, f32) * periods
-    plain = f32(1.0) / periods
+    unscaled = f32(1.0) / periods
     if rotary.yarn is not None:
-        kept = _kept(rotary.yarn, rotary.theta, len(plain))
+        unscaled_share = _yarn_shares(rotary.yarn, rotary.theta, len(unscaled))
         divided = f32(1.0) / (f32(rotary.factor) * periods)
-        ramp: np.ndarray = divided * (f32(1.0) - kept) + plain * kept
+        ramp: np.ndarray = divided * (f32(1.0) - unscaled_share) + unscaled * unscaled_share
         return ramp
-    plain[int(rotary.share * turned // 2) :] = 0.0
-    slow = plain / f32(rotary.factor)
+    unscaled[int(rotary.share * rotated_dims // 2) :] = 0.0
+    scaled = unscaled / f32(rotary.factor)
     if rotary.llama3 is None:
-        return slow
+        return scaled
     # Llama 3.1: wavelengths beyond context/low are stretched, those within context/high are not, between them a mix.
     low, high, context = rotary.llama3
-    wavelength = f32(2 * np.pi) / plain
-    share = (f32(context) / wavelength - f32(low)) / f32(high - low)
-    mixed = (f32(1.0) - share) * plain / f32(rotary.factor) + share * plain
-    stretched = np.where(wavelength > context / low, slow, plain)
-    between = (wavelength >= context / high) & (wavelength <= context / low)
-    return np.where(between, mixed, stretched)
+    wavelength = f32(2 * np.pi) / unscaled
+    blend = (f32(context) / wavelength - f32(low)) / f32(high - low)
+    blended = (f32(1.0) - blend) * unscaled / f32(rotary.factor) + blend * unscaled
+    frequency = np.where(wavelength > context / low, scaled, unscaled)
+    in_ramp = (wavelength >= context / high) & (wavelength <= context / low)
+    return np.where(in_ramp, blended, frequency)
 
 
-def _kept(yarn: Yarn, theta: float, count: int) -> np.ndarray:
-    """Computes the share of each frequency that is not divided, [N/2] f32."""
+def _yarn_shares(yarn: Yarn, theta: float, count: int) -> np.ndarray:
+    """Computes the share of each frequency that YaRN does not divide, [N/2] f32."""
 
-    def index(turns: float) -> float:
+    def index_of_turns(turns: float) -> float:
         """Returns the index of the frequency that turns so often within the first context."""
         return count * math.log(yarn.context / (turns * 2 * math.pi)) / math.log(theta)
 
-    first, last = index(yarn.fast), index(yarn.slow)
+    first, last = index_of_turns(yarn.fast), index_of_turns(yarn.slow)
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * count - 1)
     width = np.float32((last - first) or 0.001)
-    past = (np.arange(count, dtype=np.float32) - np.float32(first)) / width
-    return np.float32(1.0) - np.clip(past, np.float32(0.0), np.float32(1.0))
+    ramp = (np.arange(count, dtype=np.float32) - np.float32(first)) / width
+    return np.float32(1.0) - np.clip(ramp, np.float32(0.0), np.float32(1.0))
 
 
-def angles(position: jax.Array, frequency: np.ndarray) -> tuple[jax.Array, jax.Array]:
+def compute_angles(position: jax.Array, frequency: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """Computes cos and sin of position times each frequency [N/2]: two of [R, T, N/2] f32."""
     chex.assert_rank([position, frequency], [2, 1])
     angle = position[:, :, None].astype(jnp.float32) * frequency[None, None, :]  # [R, T, N/2]
@@ -92,14 +92,14 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     chex.assert_rank([x, cos, sin], [4, 3, 3])
     half = cos.shape[-1]
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]  # [R, T, 1, N/2]
-    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
-    return turned.astype(x.dtype)
+    first, second, unrotated = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, unrotated], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Place:
+class LayerPositions:
     """The tokens' segments, positions and angles in a forward pass, for one layer."""
 
     segment: jax.Array | None  # [R, T] i32; with a cache 0 is padding, and None none
@@ -112,8 +112,8 @@ class Place:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Places:
-    """The same for all kinds of layer."""
+class Positions:
+    """The tokens' segments, positions and angles, for all kinds of layer."""
 
     segment: jax.Array | None  # [R, T] i32
     position: jax.Array  # [R, T] i32
@@ -122,19 +122,19 @@ class Places:
     counted: jax.Array | None = None  # [R, T] bool, tokens that routers' sums are over
     shared: Any = None  # by kind, keys and values that later layers share
 
-    def of(self, kind: jax.Array | int, only: int | None = None) -> Place:
-        """Returns the view of a layer of this kind; `only` this one, if kinds have heads of their own size."""
-        if only is not None:
-            shared = None if self.shared is None else self.shared.get(only)
-            return Place(self.segment, self.position, self.cos[only], self.sin[only], only, shared)
+    def for_layer(self, kind: jax.Array | int, fixed: int | None = None) -> LayerPositions:
+        """Returns the positions for a layer of this kind; `fixed`: its number, where head sizes differ by kind."""
+        if fixed is not None:
+            shared = None if self.shared is None else self.shared.get(fixed)
+            return LayerPositions(self.segment, self.position, self.cos[fixed], self.sin[fixed], fixed, shared)
         if len(self.cos) == 1:
-            return Place(self.segment, self.position, self.cos[0], self.sin[0], 0)
+            return LayerPositions(self.segment, self.position, self.cos[0], self.sin[0], 0)
         cos, sin = jnp.stack(self.cos), jnp.stack(self.sin)
-        return Place(self.segment, self.position, cos[kind], sin[kind], kind)
+        return LayerPositions(self.segment, self.position, cos[kind], sin[kind], kind)
 
 
-def places(rotaries: Sequence[tuple[Rotary, int]], position: jax.Array, segment: jax.Array | None) -> Places:
-    """Computes the angles of every position, for the frequencies and the turned size of every kind of layer."""
-    turns = [(angles(position, frequencies(rotary, size)), rotary.scale) for rotary, size in rotaries]
-    cos, sin = (tuple(turn[i] if scale == 1.0 else turn[i] * scale for turn, scale in turns) for i in (0, 1))
-    return Places(segment, position, cos, sin)
+def add_angles(rotaries: Sequence[tuple[Rotary, int]], position: jax.Array, segment: jax.Array | None) -> Positions:
+    """Returns the positions with the rotary angles of every kind of layer, by its frequencies and rotated size."""
+    angles = [(compute_angles(position, frequencies(rotary, size)), rotary.scale) for rotary, size in rotaries]
+    cos, sin = (tuple(pair[i] if scale == 1.0 else pair[i] * scale for pair, scale in angles) for i in (0, 1))
+    return Positions(segment, position, cos, sin)

@@ -18,45 +18,45 @@ from jppo.types import Array
 
 SUMS, SUMS_NAME = "router", "sums"  # the collection of `RouterSums`, and their name in a layer
 CHOICES, CHOICES_NAME = "routing", "chosen"  # of the routers' own choices, and their name: [R, T, active] i16
-Given = jax.Array | None  # experts in place of the routers' choices, -1 for none
-Givens = tuple[Given, ...]
+Replayed = jax.Array | None  # experts in place of the routers' choices, -1 for none
+ReplayedStacks = tuple[Replayed, ...]
 
 
 def choose_experts(
-    logits: jax.Array, spec: Experts, correction: jax.Array | None = None, given: jax.Array | None = None
+    logits: jax.Array, spec: Experts, correction: jax.Array | None = None, replayed: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses the experts of tokens with logits [..., E]; returns their weights, f32, and indices: [..., active] each.
 
-    `correction` [E] is added to the scores for the choice alone. Experts that are `given` [..., active] replace
+    `correction` [E] is added to the scores for the choice alone. Experts that are `replayed` [..., active] replace
     the choice, but not where they are -1.
     """
     chex.assert_shape(logits, (..., spec.count))
-    of = spec.routing
-    score = jax.nn.sigmoid(logits) if of.scoring == "sigmoid" else jax.nn.softmax(logits)
-    preferred = _of_best_groups(
+    routing = spec.routing
+    score = jax.nn.sigmoid(logits) if routing.scoring == "sigmoid" else jax.nn.softmax(logits)
+    preferred = _mask_other_groups(
         score if correction is None else score + jnp.broadcast_to(correction, score.shape), spec
     )
     weight, chosen = jax.lax.top_k(preferred, spec.active)
-    if given is not None:
-        chex.assert_equal_shape([given, chosen])
-        chosen = jnp.where(given < 0, chosen, given)
-    if of.scoring == "sigmoid" or given is not None:
+    if replayed is not None:
+        chex.assert_equal_shape([replayed, chosen])
+        chosen = jnp.where(replayed < 0, chosen, replayed)
+    if routing.scoring == "sigmoid" or replayed is not None:
         weight = jnp.take_along_axis(score, chosen, axis=-1)
     if spec.normalized:
-        weight /= jnp.sum(weight, axis=-1, keepdims=True) + (1e-20 if of.scoring == "sigmoid" else 0.0)
-    return weight if of.scale == 1.0 else weight * of.scale, chosen
+        weight /= jnp.sum(weight, axis=-1, keepdims=True) + (1e-20 if routing.scoring == "sigmoid" else 0.0)
+    return weight if routing.scale == 1.0 else weight * routing.scale, chosen
 
 
-def _of_best_groups(score: jax.Array, spec: Experts) -> jax.Array:
+def _mask_other_groups(score: jax.Array, spec: Experts) -> jax.Array:
     """Masks the scores [..., E] of experts outside of each token's best groups."""
-    of = spec.routing
-    if of.best_groups == of.groups:
+    routing = spec.routing
+    if routing.best_groups == routing.groups:
         return score
-    grouped = score.reshape(*score.shape[:-1], of.groups, spec.count // of.groups)
-    counted, outside = (2, -jnp.inf) if of.scoring == "sigmoid" else (1, 0.0)
-    best = jax.lax.top_k(jnp.sum(jax.lax.top_k(grouped, counted)[0], axis=-1), of.best_groups)[1]  # [..., best]
-    inside = jnp.any(jax.nn.one_hot(best, of.groups, dtype=bool), axis=-2)
-    return jnp.where(inside[..., None], grouped, outside).reshape(score.shape)
+    grouped = score.reshape(*score.shape[:-1], routing.groups, spec.count // routing.groups)
+    num_scored, masked_score = (2, -jnp.inf) if routing.scoring == "sigmoid" else (1, 0.0)
+    best = jax.lax.top_k(jnp.sum(jax.lax.top_k(grouped, num_scored)[0], axis=-1), routing.best_groups)[1]  # [..., best]
+    in_best_group = jnp.any(jax.nn.one_hot(best, routing.groups, dtype=bool), axis=-2)
+    return jnp.where(in_best_group[..., None], grouped, masked_score).reshape(score.shape)
 
 
 class RouterSums(NamedTuple):
@@ -69,7 +69,7 @@ class RouterSums(NamedTuple):
 
 
 def sums_by_row(logits: jax.Array, spec: Experts, chosen: jax.Array, counted: jax.Array) -> RouterSums:
-    """Sums over the counted tokens of each row, from logits [R, T, E], experts [R, T, active], counted [R, T].
+    """Sums load, probabilities and entropy over the counted tokens of each row, for losses and metrics.
 
     An expert's probability is its share of the token's scores, which for a softmax is the score.
     """
@@ -78,15 +78,15 @@ def sums_by_row(logits: jax.Array, spec: Experts, chosen: jax.Array, counted: ja
     log_prob = jax.nn.log_softmax(jax.nn.log_sigmoid(logits) if spec.routing.scoring == "sigmoid" else logits)
     prob, counts = jnp.exp(log_prob), counted.astype(logits.dtype)
 
-    def total(x: jax.Array) -> jax.Array:
+    def sum_counted(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(counted.reshape(*counted.shape, *(1,) * (x.ndim - 2)), x, 0), axis=1)
 
-    used = jnp.sum(chosen[..., None] == jnp.arange(E)[None, None, None], axis=2, dtype=counts.dtype)  # [R, T, E]
+    is_used = jnp.sum(chosen[..., None] == jnp.arange(E)[None, None, None], axis=2, dtype=counts.dtype)  # [R, T, E]
     return RouterSums(
-        load=total(used),
-        prob=total(prob),
-        z=total(jax.nn.logsumexp(logits, axis=-1) ** 2),
-        entropy=-total(jnp.sum(prob * log_prob, axis=-1)),
+        load=sum_counted(is_used),
+        prob=sum_counted(prob),
+        z=sum_counted(jax.nn.logsumexp(logits, axis=-1) ** 2),
+        entropy=-sum_counted(jnp.sum(prob * log_prob, axis=-1)),
     )
 
 
@@ -121,33 +121,33 @@ def load_extremes(load: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.max(relative), np.min(relative)
 
 
-def given_by_stack(given: Given, group: Group) -> Givens:
-    """Splits given experts [R, T, L, active] by the stacks of a scan: [layers, R, T, active] of those with experts."""
-    if given is None:
+def replayed_by_stack(replayed: Replayed, group: Group) -> ReplayedStacks:
+    """Splits replayed experts [R, T, L, active] by the stacks of a scan: [layers, R, T, active] where there are any."""
+    if replayed is None:
         return (None,) * len(group)
-    return tuple(jnp.moveaxis(given[:, :, stack.layers], 2, 0) if stack.modules.sparse else None for stack in group)
+    return tuple(jnp.moveaxis(replayed[:, :, stack.layers], 2, 0) if stack.modules.sparse else None for stack in group)
 
 
-def layer_choice(left: Any) -> jax.Array | None:
-    """Returns a layer's choice [R, T, active] from what its `apply` left; None for a layer without experts."""
-    choice = left.get(CHOICES, {}).get("experts")
+def layer_choice(collections: Any) -> jax.Array | None:
+    """Returns the experts that a layer's router chose, [R, T, active], from its flax collections; None without any."""
+    choice = collections.get(CHOICES, {}).get("experts")
     return None if choice is None else choice[CHOICES_NAME]
 
 
 def stacked_choices(layers: Sequence[jax.Array | None]) -> jax.Array | None:
     """Stacks the layers' choices to [R, T, L, active], 0 in a layer without experts; None if no layer has any."""
-    known = next((choice for choice in layers if choice is not None), None)
-    return None if known is None else jnp.stack([jnp.zeros_like(known) if x is None else x for x in layers], axis=2)
+    example = next((choice for choice in layers if choice is not None), None)
+    return None if example is None else jnp.stack([jnp.zeros_like(example) if x is None else x for x in layers], axis=2)
 
 
-def differing_share(left: Any, given: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Returns the share of a token's given experts [R, T, L, active] that the routers did not choose, [R, T] f32.
+def differing_share(collections: Any, replayed: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Returns the share of a token's replayed experts [R, T, L, active] that routers did not choose, [R, T] f32.
 
-    `left` is what the decoder's `apply` left. Tokens without given experts have 0.
+    `collections` is what the decoder's `apply` left. Tokens without given experts have 0.
     """
     stacks = [stack for stack in cfg.stacks if stack.modules.sparse]
-    choices = [leaf_at(left[CHOICES], (*stack.path, "experts", CHOICES_NAME)) for stack in stacks]
-    own = jnp.concatenate(choices)  # [layers, R, T, active]
-    replayed = jnp.concatenate([given[:, :, stack.layers] for stack in stacks], axis=2)
-    chosen = jnp.any(replayed[..., None] == jnp.moveaxis(own, 0, 2)[..., None, :], axis=-1)
-    return jnp.mean(~chosen & (replayed >= 0), axis=(2, 3), dtype=jnp.float32)
+    choices = [leaf_at(collections[CHOICES], (*stack.path, "experts", CHOICES_NAME)) for stack in stacks]
+    router_choices = jnp.concatenate(choices)  # [layers, R, T, active]
+    by_layer = jnp.concatenate([replayed[:, :, stack.layers] for stack in stacks], axis=2)
+    chosen = jnp.any(by_layer[..., None] == jnp.moveaxis(router_choices, 0, 2)[..., None, :], axis=-1)
+    return jnp.mean(~chosen & (by_layer >= 0), axis=(2, 3), dtype=jnp.float32)

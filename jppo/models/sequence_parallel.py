@@ -26,7 +26,7 @@ COLUMNS = ("fsdp", EXPERT, POSITIONS)  # the axes that shard a parameter's D
 _DIVIDED: Any = jax.make_user_context(())
 
 
-def divided(axis: str) -> AbstractContextManager[None]:
+def divide_rows(axis: str) -> AbstractContextManager[None]:
     """Traces for one group of devices along a mesh axis; the caller's vmap has that axis as its `spmd_axis_name`."""
     context: AbstractContextManager[None] = _DIVIDED((axis,))
     return context
@@ -58,37 +58,37 @@ EXCHANGED = Split(ROWS, (HEADS, POSITIONS))  # rows whose positions are sharded
 WHOLE = Split((*ROWS, POSITIONS), (HEADS,))  # rows that are whole on a device
 
 
-def dividing(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-    """Returns the axes, without the last ones if they are too many for the size."""
+def fit_axes(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """Returns the axes without the last ones, so that their devices divide the size."""
     while axes and size % math.prod(mesh.shape[axis] for axis in axes):
         axes = axes[:-1]
     return axes
 
 
-def columns(mesh: Mesh | AbstractMesh | None, size: int, taken: tuple[str, ...] = ()) -> tuple[str, ...]:
+def column_axes(mesh: Mesh | AbstractMesh | None, size: int, other_axes: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Returns the mesh axes that shard a parameter's D of that size; () without a mesh.
 
-    `taken` axes shard another dimension of the parameter.
+    `other_axes` axes shard another dimension of the parameter.
     """
-    axes = tuple(axis for axis in COLUMNS if axis not in taken)
-    return () if mesh is None or mesh.size == 1 else dividing(mesh, axes, size)
+    axes = tuple(axis for axis in COLUMNS if axis not in other_axes)
+    return () if mesh is None or mesh.size == 1 else fit_axes(mesh, axes, size)
 
 
-def repeated(x: jax.Array, heads: int, parts: int) -> jax.Array:
+def repeat_heads(x: jax.Array, heads: int, parts: int) -> jax.Array:
     """Repeats keys or values [R, T, K, A] as little as `parts` allows; each serves the query heads that follow it."""
     chex.assert_rank(x, 4)
     K = x.shape[2]
-    needed = math.lcm(K, parts)
-    return x if needed == K or heads % needed else jnp.repeat(x, needed // K, axis=2)
+    num_heads = math.lcm(K, parts)
+    return x if num_heads == K or heads % num_heads else jnp.repeat(x, num_heads // K, axis=2)
 
 
-def exchanged(attend: Attend, mesh: Mesh) -> Attend:
+def exchange_positions(attend: Attend, mesh: Mesh) -> Attend:
     """Wraps attention for q, k and v whose positions are sharded over `sequence` and heads over `tensor`."""
     parts = EXCHANGED.parts(mesh)
     if parts == 1:
         return attend
 
-    def keep(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
+    def constrain(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
         out: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(row_axes(), *spec)))
         return out
 
@@ -104,29 +104,29 @@ def exchanged(attend: Attend, mesh: Mesh) -> Attend:
         H = q.shape[2]
         if H % parts:  # settings checks refuse it
             return attend(q, k, v, segment, kind, sinks)
-        k, v = repeated(k, H, parts), repeated(v, H, parts)
+        k, v = repeat_heads(k, H, parts), repeat_heads(v, H, parts)
         # Both ends are constrained: else XLA exchanges projections, or backward scores, which are far larger.
-        q, k, v = (keep(keep(x, POSITIONS, HEADS), None, EXCHANGED.heads) for x in (q, k, v))
-        mixed = attend(q, k, v, keep(segment), kind, sinks)
-        return keep(keep(mixed, None, EXCHANGED.heads), POSITIONS, HEADS)
+        q, k, v = (constrain(constrain(x, POSITIONS, HEADS), None, EXCHANGED.heads) for x in (q, k, v))
+        output = attend(q, k, v, constrain(segment), kind, sinks)
+        return constrain(constrain(output, None, EXCHANGED.heads), POSITIONS, HEADS)
 
     return over_mesh
 
 
-def in_groups(spread: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Maps a device's `fn(kernels, *arrays of rows)` over the mesh by `spread(fn, *groups)`, also under `divided`.
+def map_over_mesh(map_devices: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Maps a device's `fn(kernels, *arrays of rows)` over the mesh by `map_devices`, also under `divide_rows`.
 
     vmap turns a loop into selects between old and new in each round; so each group runs its own loop instead.
     """
     groups = groups_of_rows()
     if not groups:
-        return spread(fn)  # type: ignore[no-any-return]
-    mapped: Callable[..., Any] = jax.custom_batching.custom_vmap(spread(fn))
-    mapped.def_vmap(functools.partial(_by_group, spread(_of_one_group(fn), groups)))  # type: ignore[attr-defined]
-    return mapped
+        return map_devices(fn)  # type: ignore[no-any-return]
+    mapped_fn: Callable[..., Any] = jax.custom_batching.custom_vmap(map_devices(fn))
+    mapped_fn.def_vmap(functools.partial(_map_groups, map_devices(_add_group_axis(fn), groups)))  # type: ignore[attr-defined]
+    return mapped_fn
 
 
-def _of_one_group(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _add_group_axis(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `fn` for arrays with a first axis of length 1, the device's group."""
 
     def local(kernels: Any, *arrays: Any) -> Any:
@@ -135,26 +135,26 @@ def _of_one_group(fn: Callable[..., Any]) -> Callable[..., Any]:
     return local
 
 
-def _by_group(fn: Callable[..., Any], count: int, batched: Any, kernels: Any, *arrays: Any) -> tuple[Any, Any]:
+def _map_groups(fn: Callable[..., Any], count: int, batched: Any, kernels: Any, *arrays: Any) -> tuple[Any, Any]:
     """Maps over groups, for vmap: kernels are the same for all groups, arrays have one for each."""
     if any(jax.tree.leaves(batched[0])):
         raise ValueError("groups of devices share their kernels")
     arrays = jax.tree.map(
-        lambda x, there: x if there else jnp.broadcast_to(x, (count, *x.shape)), arrays, tuple(batched[1:])
+        lambda x, mapped: x if mapped else jnp.broadcast_to(x, (count, *x.shape)), arrays, tuple(batched[1:])
     )
     result = fn(kernels, *arrays)
     return result, jax.tree.map(lambda _: True, result)
 
 
-def gathered(kernels: Sequence[jax.Array], columns: Sequence[tuple[str, ...]], dtype: Any) -> list[jax.Array]:
+def gather_all(kernels: Sequence[jax.Array], column_axes: Sequence[tuple[str, ...]], dtype: Any) -> list[jax.Array]:
     """Gathers all columns of a device's kernels, in this dtype."""
-    pairs = zip((kernel.astype(dtype) for kernel in kernels), columns, strict=True)
+    pairs = zip((kernel.astype(dtype) for kernel in kernels), column_axes, strict=True)
     return [jax.lax.all_gather(kernel, axes, axis=1, tiled=True) if axes else kernel for kernel, axes in pairs]
 
 
-def summed(total: jax.Array, axes: tuple[str, ...], apart: str | None = None) -> jax.Array:
-    """Sums a kernel's gradient over the mesh, in the kernel's shards; along `apart` devices have different kernels."""
+def sum_grads(total: jax.Array, axes: tuple[str, ...], expert_axis: str | None = None) -> jax.Array:
+    """Sums a kernel's gradient over the mesh, in the kernel's shards; along `expert_axis` the kernels differ."""
     total = jax.lax.psum_scatter(total, axes, scatter_dimension=1, tiled=True) if axes else total
-    rest = tuple(axis for axis in (*row_axes(), POSITIONS) if axis not in (*axes, apart))
-    out: jax.Array = jax.lax.psum(total, rest)
+    other_axes = tuple(axis for axis in (*row_axes(), POSITIONS) if axis not in (*axes, expert_axis))
+    out: jax.Array = jax.lax.psum(total, other_axes)
     return out

@@ -58,57 +58,58 @@ def slots(directory: pathlib.Path) -> dict[str, Slot]:
         raise UserError(f"{directory} holds neither {SINGLE} nor {INDEX}; give a directory with safetensors weights")
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
-        fit = all(isinstance(shard, str) and pathlib.Path(shard).name == shard for shard in weight_map.values())
+        is_valid = all(isinstance(shard, str) and pathlib.Path(shard).name == shard for shard in weight_map.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(f"{index} is no JSON object with a weight_map: {e}; fetch it again") from e
-    if not fit:
+    if not is_valid:
         raise UserError(f"{index}: its weight_map must give the name of a file in its folder for each tensor")
     slots: dict[str, Slot] = {}
     for shard in sorted(set(weight_map.values())):
         if not (directory / shard).is_file():
             raise UserError(f"{index} names {shard}, which is not in {directory}; fetch the missing file")
         slots |= file_slots(directory / shard)
-    absent = sorted(set(weight_map) - set(slots))
-    if absent:
-        raise UserError(f"{directory / weight_map[absent[0]]} lacks {absent[0]}, which {index.name} puts there")
+    missing = sorted(set(weight_map) - set(slots))
+    if missing:
+        raise UserError(f"{directory / weight_map[missing[0]]} lacks {missing[0]}, which {index.name} puts there")
     return slots
 
 
 def split_experts(stored: Mapping[str, Slot]) -> dict[str, Slot]:
     """Replaces a layer's experts in two tensors, gate_up_proj [E, 2M, D] and down_proj [E, D, M], by each one's own."""
-    out = dict(stored)
+    split = dict(stored)
     for name, slot in stored.items():
         module, _, last = name.rpartition(".experts.")
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
         if not parts or len(slot.shape) != 3 or slot.shape[1] % len(parts):
             continue
-        del out[name]
+        del split[name]
         shape = slot.shape[1] // len(parts), slot.shape[2]
         size = math.prod(shape) * _SIZES.get(slot.code, 0)  # an unknown dtype is rejected by `read_tensor`
         for i, (expert, part) in enumerate(itertools.product(range(slot.shape[0]), parts)):
-            own = dataclasses.replace(slot, shape=shape, offset=slot.offset + i * size)
-            out[f"{module}.experts.{expert}.{part}.weight"] = own
-    return out
+            expert_slot = dataclasses.replace(slot, shape=shape, offset=slot.offset + i * size)
+            split[f"{module}.experts.{expert}.{part}.weight"] = expert_slot
+    return split
 
 
-def unpacked(stored: Mapping[str, Slot]) -> dict[str, Slot]:
+def pair_mxfp4(stored: Mapping[str, Slot]) -> dict[str, Slot]:
     """Replaces each pair X_blocks and X_scales of MXFP4 by X, with the shape that `read_tensor` returns."""
-    out = dict(stored)
+    paired = dict(stored)
     for name in [name for name in stored if name.endswith("_blocks")]:
-        whole = name.removesuffix("_blocks")
-        blocks, scales = out.pop(name), out.pop(f"{whole}_scales", None)
+        tensor_name = name.removesuffix("_blocks")
+        blocks, scales = paired.pop(name), paired.pop(f"{tensor_name}_scales", None)
         if scales is None:
-            raise UserError(f"{blocks.file}: {name} has no {whole}_scales; fetch the missing file")
-        fit = len(blocks.shape) == 4 and blocks.shape[3] == BLOCK // 2 and blocks.shape[:3] == scales.shape
-        if not fit or (blocks.code, scales.code) != ("U8", "U8"):
-            form = f"{blocks.code}{list(blocks.shape)}, its scales {scales.code}{list(scales.shape)}"
-            raise UserError(f"{blocks.file}: {name} is {form}; MXFP4 is U8 [E, O, I/32, 16] and [E, O, I/32]")
+            raise UserError(f"{blocks.file}: {name} has no {tensor_name}_scales; fetch the missing file")
+        is_valid = len(blocks.shape) == 4 and blocks.shape[3] == BLOCK // 2 and blocks.shape[:3] == scales.shape
+        if not is_valid or (blocks.code, scales.code) != ("U8", "U8"):
+            found = f"{blocks.code}{list(blocks.shape)}, its scales {scales.code}{list(scales.shape)}"
+            raise UserError(f"{blocks.file}: {name} is {found}; MXFP4 is U8 [E, O, I/32, 16] and [E, O, I/32]")
         E, O, G, _ = blocks.shape
-        out[whole] = dataclasses.replace(blocks, shape=(E, G * BLOCK, O), scales=scales)
-    return out
+        paired[tensor_name] = dataclasses.replace(blocks, shape=(E, G * BLOCK, O), scales=scales)
+    return paired
 
 
 def file_slots(file: pathlib.Path) -> dict[str, Slot]:
+    """Lists the tensors of one file by name, from its header."""
     size = file.stat().st_size
     with file.open("rb") as f:
         start = f.read(8)
@@ -124,7 +125,7 @@ def file_slots(file: pathlib.Path) -> dict[str, Slot]:
     header.pop("__metadata__", None)
     slots = {}
     for name, item in header.items():
-        code, shape, first, last = _described(file, name, item)
+        code, shape, first, last = _read_header_entry(file, name, item)
         if 8 + length + last > size:
             raise UserError(f"{file} is cut: {name} ends at byte {8 + length + last} of {size}; fetch it again")
         if code in _SIZES and last - first != _SIZES[code] * math.prod(shape):
@@ -133,13 +134,13 @@ def file_slots(file: pathlib.Path) -> dict[str, Slot]:
     return slots
 
 
-def _described(file: pathlib.Path, name: str, item: object) -> tuple[str, tuple[int, ...], int, int]:
+def _read_header_entry(file: pathlib.Path, name: str, item: object) -> tuple[str, tuple[int, ...], int, int]:
     """Reads a tensor's dtype, shape, first byte and end from the header; raises UserError if it lacks one."""
     entry = item if isinstance(item, dict) else {}
     code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if isinstance(code, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2:
-        whole = all(type(n) is int and n >= 0 for n in (*shape, *offsets))
-        if whole and offsets[0] <= offsets[1]:
+        are_counts = all(type(n) is int and n >= 0 for n in (*shape, *offsets))
+        if are_counts and offsets[0] <= offsets[1]:
             return code, tuple(shape), offsets[0], offsets[1]
     raise UserError(
         f"{file}: {name} is {str(item)[:200]} in the header, which needs dtype, shape and data_offsets, two byte"
@@ -153,13 +154,13 @@ def nbytes(x: jax.ShapeDtypeStruct) -> int:
 
 
 def write_tensors(
-    file: pathlib.Path, announced: Mapping[str, jax.ShapeDtypeStruct], tensors: Iterable[np.ndarray]
+    file: pathlib.Path, shapes: Mapping[str, jax.ShapeDtypeStruct], tensors: Iterable[np.ndarray]
 ) -> None:
     """Writes `tensors` as announced, in that order, holding one at a time."""
-    head = tensorheader.make_header((name, x.dtype.name, x.shape, nbytes(x)) for name, x in announced.items())
+    header = tensorheader.make_header((name, x.dtype.name, x.shape, nbytes(x)) for name, x in shapes.items())
     with file.open("wb") as f:
-        f.write(head)
-        for (name, x), tensor in zip(announced.items(), tensors, strict=True):
+        f.write(header)
+        for (name, x), tensor in zip(shapes.items(), tensors, strict=True):
             if tensor.shape != x.shape or tensor.dtype != x.dtype:
                 raise ValueError(f"{name} is {tensor.dtype}{tensor.shape}, announced as {x.dtype}{x.shape}")
             f.write(np.ascontiguousarray(tensor).view(np.uint8).data)

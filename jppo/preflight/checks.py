@@ -13,17 +13,18 @@ from jax.sharding import Mesh
 from jppo import process, settings
 from jppo.errors import expanded
 from jppo.learner import sharding
-from jppo.learner.make import list_run_programs, make_learner, make_mesh, run_programs
+from jppo.learner.make import make_mesh
 from jppo.learner.ppo import StepLearner
 from jppo.models.params import Head
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview
 from jppo.preflight.finding import Check, Finding, examine
-from jppo.preflight.preview import DryRun
 from jppo.preflight.programs import Estimate, Executions, exchanges_of_step
+from jppo.preflight.request import DryRun
 from jppo.rollout.make import make_publish_settings, open_engine, published_dtype, share_gpu, with_servers
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run import agreement
 from jppo.run.inputs import Inputs, engine_arguments, read_inputs, require_reward
+from jppo.run.make import list_run_programs, make_learner, run_programs
 from jppo.run.supervised import Task
 from jppo.settings import Settings, Supervised, Training
 from jppo.settings.rules_rollout import publish_via
@@ -35,8 +36,8 @@ C = TypeVar("C", bound=Supervised)
 COMPILE_S, READ_S, PUBLISH_S, FETCH_S = 900.0, 600.0, 900.0, 3600.0
 
 
-class Read:
-    """The inputs, mesh and memory estimate of a run, each computed on first use."""
+class RunInputs:
+    """What the checks of a run read: its inputs, mesh and memory estimate, each computed on first use."""
 
     def __init__(self, c: Settings):
         self.c = c
@@ -48,33 +49,33 @@ class Read:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The devices."""
+        """The run's mesh of this machine's devices; prepares the process for it."""
         c, mesh = self.c, make_mesh(self.c)
         process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
         return mesh
 
     @functools.cached_property
     def estimate(self) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
-        """The report's lines, the estimate, and needed against available memory."""
-        return preview.here(self.c, self.inputs, self.mesh)
+        """The report's lines, the memory estimate, and the budget of each memory."""
+        return preview.size_up(self.c, self.inputs, self.mesh)
 
 
 def doctor(c: Settings, *, server: bool) -> Iterator[Finding]:
-    """Yields the findings of `jppo.doctor` for a run by these settings; `server` starts one."""
-    first = list(machine_findings(c))
-    yield from first
+    """Yields the findings of `jppo.doctor` on the machine and a run; `server` also starts a server."""
+    early = list(machine_findings(c))
+    yield from early
     with contextlib.ExitStack() as stack:
-        yield from examine(doctor_checks(c, stack, server=server), failed=failures(first))
+        yield from examine(doctor_checks(c, stack, server=server), failed=failures(early))
 
 
 def dry_run_of_ppo(c: Settings, request: DryRun) -> str:
-    """Prints the report of `--dry_run`: a preview of the run, and the doctor's findings that need no server."""
+    """Returns the report of `--dry_run`: a preview of the run, and the doctor's findings that need no server."""
     if request.machine is not None:
         return preview.preview_run(c, request)
-    read, findings = Read(c), list(machine_findings(c))
-    text = preview.report_here(request, *read.estimate)
+    run, findings = RunInputs(c), list(machine_findings(c))
+    text = preview.report_here(request, *run.estimate)
     with contextlib.ExitStack() as stack:
-        findings += examine(checks(read, stack, ask=False), failed=failures(findings))
+        findings += examine(checks(run, stack, ask=False), failed=failures(findings))
     return with_findings(text, findings)
 
 
@@ -87,7 +88,7 @@ def dry_run_of_one_model(
     *,
     head: Head,
 ) -> str:
-    """Reports on fine-tuning or a reward model: the preview, and the findings of its checks. Reads no weight.
+    """Returns the report on fine-tuning or a reward model: preview and findings. Reads no weight.
 
     `describe` returns lines, and the executions of each program, from the task and its micro-batches a step.
     """
@@ -96,17 +97,17 @@ def dry_run_of_one_model(
     estimated, micro_batches = estimate(c, task)
     lines, times = describe(task, micro_batches)
 
-    def again(other: C) -> Estimate:
-        return estimate(other, prepare(other, request))[0]
+    def estimate_other(changed: C) -> Estimate:
+        return estimate(changed, prepare(changed, request))[0]
 
     executions = Executions(times | exchanges_of_step(estimated))
-    text = preview.of_estimate(c, request, task.mesh, lines, estimated, executions, again)
+    text = preview.report_estimate(c, request, task.mesh, lines, estimated, executions, estimate_other)
     if request.machine is not None:
         return text
 
     def disk() -> Iterator[Finding]:
         stored = memory.stored_model(c, task.mesh, task.cfg, task.adapters, head, "optim")
-        return room_on_disk(c, stored, memory.served(task.cfg, c.model.param_dtype))
+        return room_on_disk(c, stored, memory.engine_bytes(task.cfg, c.model.param_dtype))
 
     return with_findings(text, [*machine.check_environment(None), *examine([*folder_checks(c), Check("disk", disk)])])
 
@@ -118,71 +119,70 @@ def with_findings(text: str, findings: Sequence[Finding]) -> str:
         for finding in findings
         if finding.verdict != "OK"
     ]
-    good = len(findings) - len(lines)
-    return "\n".join([f"{text}\nchecks of this machine, as by jppo.doctor: {good} OK", *lines]) + "\n"
+    ok_count = len(findings) - len(lines)
+    return "\n".join([f"{text}\nchecks of this machine, as by jppo.doctor: {ok_count} OK", *lines]) + "\n"
 
 
 def machine_findings(c: Settings) -> Iterator[Finding]:
     """Checks programs, devices and protections; call it before JAX takes a device."""
     share_gpu(c)
     process.take_little()
-    served = c.rollout.name != "inprocess" and not c.rollout.urls
-    yield from machine.check_environment(c.rollout.python if served else None, c.rollout.name)
+    starts_servers = c.rollout.name != "inprocess" and not c.rollout.urls
+    yield from machine.check_environment(c.rollout.python if starts_servers else None, c.rollout.name)
     yield machine.check_loopback()
     yield machine.check_sandbox()
 
 
 def failures(findings: Iterable[Finding]) -> list[str]:
-    """Returns the names of failed checks."""
     return [finding.about for finding in findings if finding.verdict == "FAIL"]
 
 
 def doctor_checks(c: Settings, stack: contextlib.ExitStack, *, server: bool) -> list[Check]:
     """Lists the checks of the dry run, and further ones that load weights or start a server, which `stack` stops."""
-    read = Read(c)
-    compared = Check(
+    run = RunInputs(c)
+    parity = Check(
         "parity",
         lambda: models_and_data.check_parity(c),
         needs=("model files",),
         limit_s=2 * models_and_data.PARITY_LIMIT_S,
     )
-    return [*checks(read, stack, ask=True), compared, *(with_server(read, stack) if server else ())]
+    return [*checks(run, stack, ask=True), parity, *(server_checks(run, stack) if server else ())]
 
 
-def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]:
+def checks(run: RunInputs, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]:
     """Lists the checks that need no server; without `ask`, judges and reward models are not called."""
-    c = read.c
-    logging, _ = elsewhere(c, stack)
+    c = run.c
+    logging, _ = with_scratch_folder(c, stack)
 
     def disk() -> Iterator[Finding]:
-        export = memory.served(read.inputs.policy, c.model.param_dtype)
-        return room_on_disk(c, memory.stored_models(c, read.inputs, read.mesh), export)
+        export = memory.engine_bytes(run.inputs.policy, c.model.param_dtype)
+        return room_on_disk(c, memory.stored_models(c, run.inputs, run.mesh), export)
 
     def publish_room() -> Iterator[Finding]:
-        weights = memory.served(read.inputs.policy, published_dtype(c))
-        return machine.shared_memory(c.rollout.publish_dir, named=c.rollout.name == "sglang", weights=weights)
+        weights = memory.engine_bytes(run.inputs.policy, published_dtype(c))
+        return machine.check_publish_room(c.rollout.publish_dir, in_dev_shm=c.rollout.name == "sglang", weights=weights)
 
     def reward() -> Iterator[Finding]:
-        require_reward(c, read.inputs)
+        require_reward(c, run.inputs)
         if not ask and (c.reward.judge.api_type or c.reward.model.path):
             return models_and_data.check_scorers(c)
-        return models_and_data.check_reward(logging, read.inputs, read.mesh)
+        return models_and_data.check_reward(logging, run.inputs, run.mesh)
 
     def teacher() -> Iterator[Finding]:
-        return models_and_data.check_reference_server(c, read.inputs)
+        return models_and_data.check_reference_server(c, run.inputs)
 
-    served = c.rollout.name != "inprocess"  # by a server with a port
-    by_file = served and publish_via(c.rollout) == "file"
+    has_servers = c.rollout.name != "inprocess"  # by a server with a port
+    by_file = has_servers and publish_via(c.rollout) == "file"
     return [
         *folder_checks(c),
-        *([Check("server ports", lambda: machine.ports(c))] if served else []),
+        *([Check("server ports", lambda: machine.check_server_ports(c))] if has_servers else []),
         Check("model files", lambda: models_and_data.check_models(c), limit_s=FETCH_S),
         Check("tokenizer", lambda: models_and_data.check_tokenizer(c), needs=("model files",)),
         Check("sampling", lambda: models_and_data.check_sampling(c)),
-        Check("data", lambda: models_and_data.check_data(c, read.inputs), needs=("tokenizer",), limit_s=READ_S),
+        Check("data", lambda: models_and_data.check_data(c, run.inputs), needs=("tokenizer",), limit_s=READ_S),
         Check("reward", reward, needs=("data",), limit_s=READ_S),
         *([Check("teacher", teacher, needs=("data",))] if ask and c.ref.url else []),
-        Check("memory", lambda: machine.rooms(read.estimate[2]), needs=("data",), limit_s=COMPILE_S),
+        Check("memory", lambda: machine.check_memory(run.estimate[2]), needs=("data",), limit_s=COMPILE_S),
         *([Check("publish room", publish_room, needs=("data",))] if by_file else []),
         Check("disk", disk, needs=("data",)),
     ]
@@ -192,52 +192,53 @@ def folder_checks(c: Training) -> list[Check]:
     """Lists the checks of the clock and the run folder, for every training command."""
     run = expanded(c.trainer.run_dir)
     return [
-        Check("clock", lambda: machine.clock(time.time(), newest=machine.package_time())),
+        Check("clock", lambda: machine.check_clock(time.time(), newest=machine.package_time())),
         Check("run folder", lambda: machine.check_folder(c)),
-        Check("permission", lambda: machine.writable("permission", run)),
+        Check("permission", lambda: machine.check_writable("permission", run)),
     ]
 
 
 def room_on_disk(c: Training, checkpoint: int, export: int) -> Iterator[Finding]:
     """Compares the disk of the run folder with the bytes of a checkpoint and of the exported model."""
     run = expanded(c.trainer.run_dir)
-    return machine.disk(run, checkpoint=checkpoint, keep=c.trainer.max_ckpt_to_keep, export=export)
+    return machine.check_disk(run, checkpoint=checkpoint, keep=c.trainer.max_ckpt_to_keep, export=export)
 
 
-def elsewhere(c: Settings, stack: contextlib.ExitStack) -> tuple[Settings, pathlib.Path]:
-    """Returns the settings with a temporary run folder, so the run's folder stays unchanged."""
+def with_scratch_folder(c: Settings, stack: contextlib.ExitStack) -> tuple[Settings, pathlib.Path]:
+    """Returns the settings with a temporary run folder, and that folder; the run's own stays unchanged."""
     scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jppo-doctor-")))
     return settings.changed(c, {"trainer.run_dir": str(scratch)}), scratch
 
 
-def check_programs(read: Read, trainer: StepLearner, begin: TrainState) -> Finding:
+def check_programs(run: RunInputs, trainer: StepLearner, state: TrainState) -> Finding:
     """Compiles every program of a step and runs it on zeros, as a run's start does."""
-    start, programs = time.monotonic(), list_run_programs(read.c, trainer, begin)
+    start, programs = time.monotonic(), list_run_programs(run.c, trainer, state)
     run_programs(programs)
-    kernels = {name for moment in read.estimate[1].moments if moment.account for name in moment.account.kernels}
+    kernels = {name for moment in run.estimate[1].moments if moment.account for name in moment.account.kernels}
     summary = f"{len(programs)} compiled and run on empty rows in {time.monotonic() - start:.0f} s, as at a run's start"
     names = ", ".join(sorted(name.removeprefix("__") for name in kernels)) or "none, attention is XLA's"
     return Finding("programs", "OK", f"{summary}; custom kernels: {names}")
 
 
-def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
-    """Checks a server's start, a publish, that engine and trainer then have the same policy, and a run's programs."""
-    c, scratch = elsewhere(read.c, stack)
+def server_checks(run: RunInputs, stack: contextlib.ExitStack) -> list[Check]:
+    """Lists the checks that need a server: its start, a publish, equal log-probs, and the run's programs."""
+    c, scratch = with_scratch_folder(run.c, stack)
 
     @functools.cache
     def sampler() -> Any:
-        engine = open_engine(with_servers(c, read.mesh), scratch)
+        """Starts the servers once, on first use, and returns the engine's sampler."""
+        engine = open_engine(with_servers(c, run.mesh), scratch)
         stack.callback(engine.close)
-        if read.inputs.agent is not None:
-            stack.callback(read.inputs.agent.close)
-        opened = engine.ready(**engine_arguments(read.inputs))
+        if run.inputs.agent is not None:
+            stack.callback(run.inputs.agent.close)
+        server = engine.ready(**engine_arguments(run.inputs))
         if c.rollout.sleep_level:  # as a run's do, before the trainer's first array
-            opened.sleep()
-        return opened
+            server.sleep()
+        return server
 
     @functools.cache
     def learner() -> tuple[StepLearner, TrainState]:
-        return make_learner(c, read.inputs, read.mesh)
+        return make_learner(c, run.inputs, run.mesh)
 
     def start() -> Iterator[Finding]:
         begin = time.monotonic()
@@ -249,23 +250,23 @@ def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
         yield Finding("server", "OK", f"{status}, ready after {time.monotonic() - begin:.0f} s")
 
     def publish() -> Iterator[Finding]:
-        trainer, begin = learner()
+        trainer, state = learner()
         start = time.monotonic()
-        how = make_publish_settings(c, read.inputs.adapters)
-        publish_base(how, trainer, sampler(), 0)
-        publish_policy(how, trainer, sampler(), begin)
-        size = memory.served(read.inputs.policy, c.model.param_dtype) / memory_budget.MIB
+        publish_settings = make_publish_settings(c, run.inputs.adapters)
+        publish_base(publish_settings, trainer, sampler(), 0)
+        publish_policy(publish_settings, trainer, sampler(), state)
+        size = memory.engine_bytes(run.inputs.policy, c.model.param_dtype) / memory_budget.MIB
         yield Finding("publish", "OK", f"{size:,.0f} MiB checked and loaded in {time.monotonic() - start:.1f} s")
 
     def agree() -> Iterator[Finding]:
-        trainer, begin = learner()
-        yield Finding("log-probs", "OK", agreement.agree(c, read.inputs, trainer, begin, sampler(), 0))
+        trainer, state = learner()
+        yield Finding("log-probs", "OK", agreement.agree(c, run.inputs, trainer, state, sampler(), 0))
 
     def programs() -> Iterator[Finding]:
-        trainer, begin = learner()
+        trainer, state = learner()
         if c.rollout.sleep_level:  # as they do while a run learns
             sampler().sleep()
-        yield check_programs(read, trainer, begin)
+        yield check_programs(run, trainer, state)
 
     limit_s = c.rollout.start_timeout_s + PUBLISH_S
     return [

@@ -16,7 +16,7 @@ from jppo.rollout.protocol import RolloutError
 
 GIB = 2**30
 STYLE = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
-ABOUT = 14  # characters
+NAME_WIDTH = 14  # characters
 REPEAT_S = 5.0  # repeats the time-out if code swallowed it
 
 Verdict = Literal["OK", "WARN", "FAIL"]
@@ -24,7 +24,7 @@ Verdict = Literal["OK", "WARN", "FAIL"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report: what was checked, its verdict, what was found, and the remedy."""
 
     about: str
     verdict: Verdict
@@ -34,10 +34,10 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A check, which is skipped if one of its `needs` failed."""
+    """A check by its name, `about`; it is skipped if one of its `needs`, names of other checks, failed."""
 
     about: str
-    look: Callable[[], Iterable[Finding]]
+    run: Callable[[], Iterable[Finding]]
     needs: tuple[str, ...] = ()
     limit_s: float = 120.0
 
@@ -47,7 +47,7 @@ class _TimeIsUp(BaseException):
 
 
 def examine(checks: Sequence[Check], *, failed: Iterable[str] = ()) -> Iterator[Finding]:
-    """Yields the findings of each check; an exception is a failure. `failed` are earlier failures."""
+    """Runs the checks in order and yields their findings; those that need a failed one are skipped."""
     cause = {name: name for name in failed}  # for each failed or skipped check: the check that failed first
     for check in checks:
         unmet = next((cause[name] for name in check.needs if name in cause), None)
@@ -55,17 +55,18 @@ def examine(checks: Sequence[Check], *, failed: Iterable[str] = ()) -> Iterator[
             cause[check.about] = unmet
             yield Finding(check.about, "WARN", f"skipped: because of {unmet}")
             continue
-        for finding in _findings(check):
+        for finding in _run_check(check):
             if finding.verdict == "FAIL":
                 cause[check.about] = check.about
             yield finding
 
 
-def _findings(check: Check) -> list[Finding]:
+def _run_check(check: Check) -> list[Finding]:
+    """Returns the findings of a check; an exception or the end of its time becomes a failure."""
     findings: list[Finding] = []
     try:
         with _limit(check.limit_s):
-            findings += check.look()
+            findings += check.run()
     except UserError as e:
         message, _, remedy = str(e).rpartition("; ")
         findings.append(
@@ -87,25 +88,25 @@ def _findings(check: Check) -> list[Finding]:
 
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """Limits the time of its block, checked in Python code; signals reach only the main thread."""
+    """Raises _TimeIsUp in the block after `seconds`, by a signal, so only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def up(*_: Any) -> None:
+    def raise_time_is_up(*_: Any) -> None:
         raise _TimeIsUp
 
-    before = signal.signal(signal.SIGALRM, up)
+    old_handler = signal.signal(signal.SIGALRM, raise_time_is_up)
     signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, old_handler)
 
 
 def check_room(about: str, free: int, *, warn: int, fail: int, remedy: str) -> Finding:
-    """Compares free bytes with the need of a run."""
+    """Compares free bytes with those that a run needs."""
     verdict: Verdict = "FAIL" if free < fail else "WARN" if free < warn else "OK"
     room = f"{free / GIB:.1f} GiB free"
     return Finding(about, verdict, room, "" if verdict == "OK" else remedy)
@@ -113,16 +114,16 @@ def check_room(about: str, free: int, *, warn: int, fail: int, remedy: str) -> F
 
 def print_findings(findings: Iterable[Finding], console: rich.console.Console) -> int:
     """Prints findings as they come, and the result; returns the exit code."""
-    failed = 0
+    failures = 0
     for finding in findings:
         row = rich.table.Table.grid(padding=(0, 2))
-        for width in (4, ABOUT):
+        for width in (4, NAME_WIDTH):
             row.add_column(width=width)
         row.add_column()
         verdict = rich.text.Text(finding.verdict, STYLE[finding.verdict])
         text = escaped(f"{finding.found}\n→ {finding.remedy}" if finding.remedy else finding.found)
         row.add_row(verdict, rich.text.Text(finding.about), rich.text.Text(text, overflow="fold"))
         console.print(row)
-        failed += finding.verdict == "FAIL"
-    console.print(f"{failed} to fix before training" if failed else "ready to train")
-    return 1 if failed else 0
+        failures += finding.verdict == "FAIL"
+    console.print(f"{failures} to fix before training" if failures else "ready to train")
+    return 1 if failures else 0

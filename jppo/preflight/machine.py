@@ -50,11 +50,11 @@ DEVICES_TIMEOUT_S = 120
 LOOPBACK_TIMEOUT_S = 5.0
 
 
-def check_python(version: str, wanted: str) -> Finding:
+def check_python(version: str, required: str) -> Finding:
     """Compares the interpreter with the package's `requires-python`."""
-    if version in SpecifierSet(wanted):
+    if version in SpecifierSet(required):
         return Finding("Python", "OK", version)
-    return Finding("Python", "FAIL", f"{version}, not {wanted}", "make the environment with a newer Python")
+    return Finding("Python", "FAIL", f"{version}, not {required}", "make the environment with a newer Python")
 
 
 def check_packages(requirements: Iterable[str], version: Callable[[str], str | None]) -> Iterator[Finding]:
@@ -66,7 +66,7 @@ def check_packages(requirements: Iterable[str], version: Callable[[str], str | N
         (core if extra is None else extras.setdefault(extra, [])).append(requirement)
     present = [r for group in extras.values() if all(version(r.name) for r in group) for r in group]
     checked = {r.name: r for r in (*present, *core)}
-    good = 0
+    good_count = 0
     for name, requirement in checked.items():
         installed, remedy = version(name), f"{sys.executable} -m pip install '{name}{requirement.specifier}'"
         if installed is None:
@@ -74,13 +74,13 @@ def check_packages(requirements: Iterable[str], version: Callable[[str], str | N
         elif not requirement.specifier.contains(installed, prereleases=True):
             yield Finding(name, "WARN", f"{installed} is outside {requirement.specifier}, which is tested", remedy)
         else:
-            good += 1
-    if good:
-        yield Finding("packages", "OK", f"{good} within the tested bounds")
+            good_count += 1
+    if good_count:
+        yield Finding("packages", "OK", f"{good_count} within the tested bounds")
 
 
 def check_devices(has_gpu: bool) -> Finding:
-    """Lists the devices that JAX will train on."""
+    """Checks which devices JAX finds, in a process of its own, and that a GPU is used."""
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves the memory to a run under way
     command = [sys.executable, "-c", _DEVICES]
     try:
@@ -95,8 +95,8 @@ def check_devices(has_gpu: bool) -> Finding:
     devices = f"{len(kinds)} x {kinds[0]} ({backend})"
     if backend != "cpu" or not has_gpu:
         return Finding("JAX", "OK", devices)
-    chosen = os.environ.get("JAX_PLATFORMS")
-    remedy = "unset JAX_PLATFORMS" if chosen else f"{sys.executable} -m pip install 'jppo[cuda]'"
+    platforms = os.environ.get("JAX_PLATFORMS")
+    remedy = "unset JAX_PLATFORMS" if platforms else f"{sys.executable} -m pip install 'jppo[cuda]'"
     return Finding("JAX", "WARN", f"{devices}, though there is a GPU", remedy)
 
 
@@ -104,12 +104,12 @@ def check_driver(cards: Sequence[NvidiaGpu], cuda: int | None) -> Finding:
     """Compares the driver with the CUDA of JAX's plugin; None: JAX has none."""
     driver = cards[0].driver
     summary = f"{len(cards)} x {cards[0].name}, driver {driver}"
-    least = DRIVERS.get(cuda or 0)
-    if least is None or not driver.split(".")[0].isdecimal() or int(driver.split(".")[0]) >= least:
+    minimum = DRIVERS.get(cuda or 0)
+    if minimum is None or not driver.split(".")[0].isdecimal() or int(driver.split(".")[0]) >= minimum:
         return Finding("driver", "OK", summary)
-    older = max((known for known, needs in DRIVERS.items() if int(driver.split(".")[0]) >= needs), default=None)
+    older = max((version for version, least in DRIVERS.items() if int(driver.split(".")[0]) >= least), default=None)
     other = f", or {sys.executable} -m pip install 'jax[cuda{older}]' in place of JAX's CUDA {cuda}" if older else ""
-    return Finding("driver", "FAIL", f"{summary}; CUDA {cuda} needs {least} or newer", f"update the driver{other}")
+    return Finding("driver", "FAIL", f"{summary}; CUDA {cuda} needs {minimum} or newer", f"update the driver{other}")
 
 
 def check_libraries(cards: Sequence[NvidiaGpu], version: Callable[[str], str | None]) -> Iterator[Finding]:
@@ -119,13 +119,13 @@ def check_libraries(cards: Sequence[NvidiaGpu], version: Callable[[str], str | N
     if name is not None and kind is not None:
         installed = version(name) or ""
         summary = f"{installed} on {kind}"
-        apart = "vLLM's and SGLang's torch pins 13.1, so give it an environment of its own by rollout.python"
-        remedy = f"{sys.executable} -m pip install 'nvidia-cublas>=13.2'; {apart}"
+        hint = "vLLM's and SGLang's torch pins 13.1, so give it an environment of its own by rollout.python"
+        remedy = f"{sys.executable} -m pip install 'nvidia-cublas>=13.2'; {hint}"
         if Version(installed) < Version("12.8"):
             yield Finding("cuBLAS", "FAIL", f"{summary}, whose kernels came with 12.8", remedy)
         elif Version(installed) < Version("13.2"):
-            why = "below 13.2 a kernel beside another, as on a second stream, may silently corrupt results"
-            yield Finding("cuBLAS", "WARN", f"{summary}: {why}", remedy)
+            risk = "below 13.2 a kernel beside another, as on a second stream, may silently corrupt results"
+            yield Finding("cuBLAS", "WARN", f"{summary}: {risk}", remedy)
         else:
             yield Finding("cuBLAS", "OK", summary)
     if (installed := version("nvidia-cudnn-cu13") or "") and installed != CUDNN:
@@ -137,18 +137,18 @@ def check_libraries(cards: Sequence[NvidiaGpu], version: Callable[[str], str | N
 def check_triton(python: str) -> Finding:
     """Checks what Triton compiles its launchers with: a C compiler, and Python.h of the server's interpreter."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), None)
-    done = subprocess.run([executable(python), "-c", _HEADER], capture_output=True, text=True, check=False)
-    header = done.stdout.strip()
-    lacks = [] if compiler and shutil.which(compiler) else ["a C compiler"]
-    lacks += [] if header and os.path.isfile(header) else [f"{header or 'Python.h'}"]
-    if not lacks:
+    result = subprocess.run([executable(python), "-c", _HEADER], capture_output=True, text=True, check=False)
+    header = result.stdout.strip()
+    missing = [] if compiler and shutil.which(compiler) else ["a C compiler"]
+    missing += [] if header and os.path.isfile(header) else [f"{header or 'Python.h'}"]
+    if not missing:
         return Finding("Triton", "OK", f"{compiler} and {header}")
     remedy = "install gcc and the headers of this Python, as by: apt install gcc python3-dev"
-    return Finding("Triton", "FAIL", f"vLLM's kernels need {' and '.join(lacks)}, which are not here", remedy)
+    return Finding("Triton", "FAIL", f"vLLM's kernels need {' and '.join(missing)}, which are not here", remedy)
 
 
 def check_server(engine: str, python: str, has_gpu: bool, *, needed: bool = True) -> Finding:
-    """Checks the engine of the server's interpreter, and packages that break it; a needed one that is missing fails."""
+    """Checks the engine of the server's interpreter; a missing one fails if it is `needed`, else warns."""
     name, check = ("SGLang", check_sglang) if engine == "sglang" else ("vLLM", check_vllm)
     try:
         build = check(python)
@@ -184,11 +184,11 @@ def check_loopback() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """Reports the sandbox protections, if the run executes programs of the model."""
+    """Reports which protections the sandbox for programs of the model has here."""
     guards = choice.probe()
-    if why := choice.lacks(guards):
+    if reason := choice.lacks(guards):
         remedy = "grade programs by reward.sandbox=container, or on a newer kernel; docs/security.md has the table"
-        return Finding("sandbox", "WARN", f"{choice.summary(guards)}; reward.sandbox=strict refuses: {why}", remedy)
+        return Finding("sandbox", "WARN", f"{choice.summary(guards)}; reward.sandbox=strict refuses: {reason}", remedy)
     return Finding("sandbox", "OK", choice.summary(guards))
 
 
@@ -203,18 +203,18 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 
 
 def check_environment(python: str | None, engine: str = "vllm", *, needed: bool = True) -> Iterator[Finding]:
-    """Checks programs and devices; `python` is the interpreter of `engine`, None if no server will be started."""
+    """Checks packages, driver and devices; `python` is the interpreter of `engine`, None if no server starts."""
     try:
         metadata = importlib.metadata.distribution("jppo")
     except importlib.metadata.PackageNotFoundError:
         yield Finding("jppo", "FAIL", "is not installed", f"make setup, or {sys.executable} -m pip install -e .")
     else:
         yield check_python(platform.python_version(), metadata.metadata["Requires-Python"])
-        yield from check_packages(metadata.requires or (), _version)
+        yield from check_packages(metadata.requires or (), _installed_version)
     cards = gpus()
     if cards:
-        yield check_driver(cards, next((n for n in DRIVERS if _version(f"jax-cuda{n}-plugin")), None))
-        yield from check_libraries(cards, _version)
+        yield check_driver(cards, next((n for n in DRIVERS if _installed_version(f"jax-cuda{n}-plugin")), None))
+        yield from check_libraries(cards, _installed_version)
     yield check_devices(bool(cards))
     if python is not None:
         server = check_server(engine, python, bool(cards), needed=needed)
@@ -223,7 +223,7 @@ def check_environment(python: str | None, engine: str = "vllm", *, needed: bool 
             yield check_triton(python)
 
 
-def _version(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -240,22 +240,21 @@ DAY_S = 86_400
 LAST_YEAR = 2100
 LOGS = GIB // 4  # metrics, samples, TensorBoard and the servers' logs
 SHOWN = 3  # settings that differ
-OPEN = ("rollout.servers", *CHOSEN)  # which a run may choose
+RUN_CHOOSES = ("rollout.servers", *CHOSEN)  # which a run may choose
 REMEDY = (
     "lower actor.max_tokens_per_device, set model.remat=full, spread the models by mesh.fsdp, train adapters by"
     " model.lora_rank, or use a larger machine"
 )
 
 
-def existing(folder: pathlib.Path) -> pathlib.Path:
-    """Returns the folder, or its nearest existing parent."""
-    return next(place for place in (folder, *folder.parents) if place.exists())
+def nearest_existing(folder: pathlib.Path) -> pathlib.Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def writable(about: str, folder: pathlib.Path) -> Iterator[Finding]:
-    """Creates the folder and a file in it, and removes them."""
+def check_writable(about: str, folder: pathlib.Path) -> Iterator[Finding]:
+    """Checks that a file can be written to the folder; what it creates is removed."""
     folder = folder.absolute()
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".jppo-doctor-") as file:
@@ -268,27 +267,27 @@ def writable(about: str, folder: pathlib.Path) -> Iterator[Finding]:
     else:
         yield Finding(about, "OK", f"{folder} is writable")
     finally:
-        for place in missing:
-            if place.is_dir():
-                place.rmdir()
+        for path in missing:
+            if path.is_dir():
+                path.rmdir()
 
 
-def disk(folder: pathlib.Path, *, checkpoint: int, keep: int, export: int) -> Iterator[Finding]:
+def check_disk(folder: pathlib.Path, *, checkpoint: int, keep: int, export: int) -> Iterator[Finding]:
     """Compares the disk of the run folder with its checkpoints, one more than kept, and the exported model."""
-    free = shutil.disk_usage(existing(folder.absolute())).free
-    needs = (keep + 1) * checkpoint + export + LOGS
+    free = shutil.disk_usage(nearest_existing(folder.absolute())).free
+    needed = (keep + 1) * checkpoint + export + LOGS
     message = (
         f"{free / GIB:.1f} GiB free; {keep + 1} checkpoints of {checkpoint / GIB:.2f} GiB, the model and logs take"
-        f" {needs / GIB:.1f}"
+        f" {needed / GIB:.1f}"
     )
     remedy = "make room, use another disk for trainer.run_dir, or lower trainer.max_ckpt_to_keep"
-    verdict: Verdict = "FAIL" if free < needs else "WARN" if free < 1.5 * needs else "OK"
+    verdict: Verdict = "FAIL" if free < needed else "WARN" if free < 1.5 * needed else "OK"
     yield Finding("disk", verdict, message, "" if verdict == "OK" else remedy)
 
 
-def shared_memory(publish_dir: str, *, named: bool, weights: int) -> Iterator[Finding]:
-    """Checks the place of published weights: a folder, or unnamed memory, which counts as memory."""
-    folder = publish_dir if publish_dir else "/dev/shm" if named else ""
+def check_publish_room(publish_dir: str, *, in_dev_shm: bool, weights: int) -> Iterator[Finding]:
+    """Checks the room for published weights: a folder, or unnamed memory, which counts as memory."""
+    folder = publish_dir if publish_dir else "/dev/shm" if in_dev_shm else ""
     if not folder:
         message = f"two copies of the weights, {2 * weights / GIB:.2f} GiB, in unnamed files: part of the memory above"
         yield Finding("publish room", "OK", message)
@@ -299,33 +298,33 @@ def shared_memory(publish_dir: str, *, named: bool, weights: int) -> Iterator[Fi
         return
     free = shutil.disk_usage(folder).free
     message = f"{folder} has {free / GIB:.2f} GiB free for two copies of the weights, {2 * weights / GIB:.2f}"
-    enough = free >= 2 * weights
+    fits = free >= 2 * weights
     remedy = "empty it, or give the container more (docker run --shm-size)"
-    yield Finding("publish room", "OK" if enough else "FAIL", message, "" if enough else remedy)
+    yield Finding("publish room", "OK" if fits else "FAIL", message, "" if fits else remedy)
 
 
-def rooms(budgets: Sequence[MemoryBudget]) -> Iterator[Finding]:
-    """Compares the estimate with the memory of devices and host."""
-    for room in budgets:
-        largest = sorted(room.parts.items(), key=lambda part: -part[1])[:3]
-        has = "unknown room" if room.has is None else f"{room.has / GIB:.1f}"
-        most = ", ".join(f"{about} {count / GIB:.2f}" for about, count in largest)
-        message = f"{room.where}: {room.needs / GIB:.1f} GiB of {has}; most of it {most}"
-        yield Finding("memory", room.verdict, message, "" if room.verdict == "OK" else REMEDY)
+def check_memory(budgets: Sequence[MemoryBudget]) -> Iterator[Finding]:
+    """Compares the memory estimate with the memory of devices and host."""
+    for budget in budgets:
+        largest = sorted(budget.parts.items(), key=lambda part: -part[1])[:3]
+        capacity = "unknown room" if budget.has is None else f"{budget.has / GIB:.1f}"
+        parts = ", ".join(f"{about} {count / GIB:.2f}" for about, count in largest)
+        message = f"{budget.where}: {budget.needs / GIB:.1f} GiB of {capacity}; most of it {parts}"
+        yield Finding("memory", budget.verdict, message, "" if budget.verdict == "OK" else REMEDY)
 
 
-def ports(c: Settings) -> Iterator[Finding]:
-    """Checks the requested ports."""
+def check_server_ports(c: Settings) -> Iterator[Finding]:
+    """Checks that the ports of the run's servers are free."""
     if c.rollout.urls:
         yield Finding("server ports", "OK", "none: rollout.urls lists running servers")
         return
     count = c.rollout.least_servers
     check_ports(c.rollout.port, count)
-    asked = ", ".join(str(c.rollout.port + i) for i in range(count))
-    yield Finding("server ports", "OK", f"{asked} can be used" if c.rollout.port else "any that is free")
+    port_list = ", ".join(str(c.rollout.port + i) for i in range(count))
+    yield Finding("server ports", "OK", f"{port_list} can be used" if c.rollout.port else "any that is free")
 
 
-def clock(now: float, *, newest: float) -> Iterator[Finding]:
+def check_clock(now: float, *, newest: float) -> Iterator[Finding]:
     """Checks the clock against the package's files, and that the monotonic clock advances."""
     begin = time.monotonic()
     time.sleep(0.01)
@@ -372,11 +371,11 @@ def check_folder(c: Training) -> Iterator[Finding]:
 
 
 def changed_settings(file: pathlib.Path, c: Training) -> list[str]:
-    """Returns settings of a run's config.json that differ from `c`, as name=theirs."""
-    theirs = settings.by_name(durable_files.read_json(file))
-    if not theirs:
+    """Returns the settings in a run's config.json that differ from `c`, as NAME=SAVED."""
+    saved = settings.by_name(durable_files.read_json(file))
+    if not saved:
         return [f"{file.name} cannot be read"]
-    ours = settings.by_name(json.loads(settings.dump(c)))
-    names = dict.fromkeys([*ours, *theirs])
-    kept = [name for name in names if name not in OPEN or ours.get(name) not in (-1, "auto")]
-    return [f"{name}={theirs.get(name)}" for name in kept if theirs.get(name) != ours.get(name)]
+    current = settings.by_name(json.loads(settings.dump(c)))
+    names = dict.fromkeys([*current, *saved])
+    compared = [name for name in names if name not in RUN_CHOOSES or current.get(name) not in (-1, "auto")]
+    return [f"{name}={saved.get(name)}" for name in compared if saved.get(name) != current.get(name)]

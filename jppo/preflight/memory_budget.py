@@ -48,7 +48,6 @@ class MemoryBudget:
 
     @property
     def needs(self) -> int:
-        """All parts together."""
         return sum(self.parts.values())
 
     @property
@@ -60,7 +59,7 @@ class MemoryBudget:
 
 
 def _device_parts(estimate: Estimate) -> dict[str, int]:
-    """Returns a device's bytes at the peak, by part."""
+    """Returns a device's bytes at the peak of the estimate, by part."""
     worst = estimate.worst
     parts = estimate.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
     parts |= {"brought from the host for it": worst.brought, "compiled programs": estimate.code}
@@ -68,41 +67,41 @@ def _device_parts(estimate: Estimate) -> dict[str, int]:
 
 
 def device_budgets(estimate: Estimate, where: str, room: int | None, total: int | None) -> list[MemoryBudget]:
-    """Returns a device's budgets: of its peak, and of each moment at which a server holds memory beside the trainer.
+    """Returns needed and available bytes of a device: at its peak, and at each moment with a server beside the trainer.
 
     `room` is what JAX may use of its `total` bytes.
     """
-    server, ours = estimate.server, _device_parts(estimate)
+    server, trainer_parts = estimate.server, _device_parts(estimate)
     if server is None or total is None:
-        return [MemoryBudget(where, ours, room)]
+        return [MemoryBudget(where, trainer_parts, room)]
     context = {"CUDA, of the trainer": CONTEXT}
     share = MemoryBudget(
         f"{server.name}'s share, {server.fraction:.0%} of a GPU", server.least(), int(server.fraction * total)
     )
     if not server.sleeps:
-        return [MemoryBudget(where, ours, room), share]
-    held = {"models and optimizers": sum(estimate.parts.values()), "compiled programs": estimate.code}
+        return [MemoryBudget(where, trainer_parts, room), share]
+    permanent = {"models and optimizers": sum(estimate.parts.values()), "compiled programs": estimate.code}
     scoring = max((moment.needs for moment in estimate.moments if moment.name == "log-probs"), default=0)
-    awake = held | {"log-probs, compared with the server's": scoring} | context
+    awake = permanent | {"log-probs, compared with the server's": scoring} | context
     return [
         share,
         MemoryBudget(f"{where}, while the servers are awake", awake | server.awake(total), total),
-        MemoryBudget(f"{where}, while they sleep", ours | context | server.asleep(), total),
+        MemoryBudget(f"{where}, while they sleep", trainer_parts | context | server.asleep(), total),
     ]
 
 
 def machine_budgets(estimate: Estimate, mesh: Any, *, host: dict[str, int]) -> list[MemoryBudget]:
-    """Returns the rooms of devices and host; on a CPU they are one."""
+    """Returns the budgets of this machine's devices and host; on a CPU they are one."""
     parts = _device_parts(estimate)
-    device, taken, free = mesh.devices.flat[0], sharding.resident(), host_room()
+    device, resident, free = mesh.devices.flat[0], sharding.resident(), host_room()
     count = sum(d.process_index == device.process_index for d in mesh.devices.flat)
-    program = {"the trainer's program": taken} if taken is not None else {}
-    room = None if free is None or taken is None else free + taken
+    program = {"the trainer's program": resident} if resident is not None else {}
+    room = None if free is None or resident is None else free + resident
     host = {f"{about}, waiting": count * bytes_ for about, bytes_ in estimate.host.items()} | host
     if device.platform == "cpu":
-        here = {about: count * bytes_ for about, bytes_ in parts.items()}
+        all_devices = {about: count * bytes_ for about, bytes_ in parts.items()}
         where = "this machine" if count == 1 else f"this machine, its {count} devices together"
-        return [MemoryBudget(where, here | program | host, room)]
+        return [MemoryBudget(where, all_devices | program | host, room)]
     totals = [] if estimate.server is None else [gpu.memory for gpu in gpus() if gpu.memory is not None]
     return [
         *device_budgets(
@@ -113,25 +112,25 @@ def machine_budgets(estimate: Estimate, mesh: Any, *, host: dict[str, int]) -> l
 
 
 def host_parts(c: Settings, inputs: Inputs, mesh: Any) -> dict[str, int]:
-    """Returns host bytes outside the trainer: published weights, and vLLM's memory on a CPU."""
+    """Returns the bytes on the host outside the trainer: published weights, and vLLM's memory on a CPU."""
     r, parts = c.rollout, dict[str, int]()
     if r.name == "inprocess":
         return parts
     if publish_via(r) != "file":  # staged by servers on this machine, and the trainer's copy
         staged = 0 if r.urls else r.least_servers * r.tensor_model_parallel_size
-        parts["published weights"] = (staged + r.publish_delta) * memory.served(inputs.policy, published_dtype(c))
+        parts["published weights"] = (staged + r.publish_delta) * memory.engine_bytes(inputs.policy, published_dtype(c))
     elif not r.publish_dir:  # two files in shared memory, written in turn
-        parts["published weights"] = 2 * memory.served(inputs.policy, published_dtype(c))
+        parts["published weights"] = 2 * memory.engine_bytes(inputs.policy, published_dtype(c))
     if r.name == "vllm" and not r.urls and sharding.platform(mesh) == "cpu":  # SGLang's are on a GPU
         parts |= {
-            "vLLM: weights": r.least_servers * memory.served(inputs.policy, r.dtype),
+            "vLLM: weights": r.least_servers * memory.engine_bytes(inputs.policy, r.dtype),
             "vLLM: cache": r.least_servers * r.cache_on_cpu,
         }
     return parts
 
 
 def budget_lines(room: MemoryBudget) -> list[str]:
-    """Formats a room, its sum and its verdict last."""
+    """Formats a budget: its parts, their sum and its verdict."""
     widest = max(len(about) for about in room.parts)
     lines = [f"memory of {room.where}, MiB"]
     lines += [f"  {about:<{widest}}  {count / MIB:>10,.0f}" for about, count in room.parts.items()]
@@ -151,14 +150,13 @@ def available_memory(proc: pathlib.Path, cgroup: pathlib.Path) -> int | None:
     if (meminfo := proc / "meminfo").is_file():
         lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
         rooms.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
-    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
-        rooms.append(int(most) - int(used.read_text()))
+    limit, usage = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.is_file() and usage.is_file() and (limit_text := limit.read_text().strip()) != "max":
+        rooms.append(int(limit_text) - int(usage.read_text()))
     return min(rooms, default=None)
 
 
 def host_room() -> int | None:
-    """Returns the available bytes of this machine."""
     return available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))
 
 
@@ -172,14 +170,14 @@ class NvidiaGpu:
 
 
 def gpus() -> list[NvidiaGpu]:
-    """Returns the GPUs; [] without a driver."""
+    """Lists this machine's GPUs by nvidia-smi; [] without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+    result = subprocess.run(query, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
         return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    rows = [[cell.strip() for cell in line.split(",")] for line in result.stdout.splitlines()]
     return [NvidiaGpu(name, driver, int(mib) * 2**20 if mib.isdigit() else None) for name, driver, mib in rows]
 
 
@@ -194,24 +192,24 @@ def capacity(c: Training, machine: Machine) -> tuple[int, str]:
 
 
 def described_budgets(c: Training, machine: Machine, estimate: Estimate) -> list[MemoryBudget]:
-    """Returns the budgets of a described machine's devices, and its host's needs."""
-    room, why = capacity(c, machine)
-    reason = "" if estimate.server is not None and estimate.server.sleeps else f" ({why})"
+    """Returns the memory budgets of a machine that is only described: of its devices, and its host's needs."""
+    room, share = capacity(c, machine)
+    reason = "" if estimate.server is not None and estimate.server.sleeps else f" ({share})"
     where = f"each of {machine.devices} {machine.chip.kind}{reason}"
-    places = device_budgets(estimate, where, room, machine.chip.memory)
+    budgets = device_budgets(estimate, where, room, machine.chip.memory)
     waiting = {f"{about}, waiting": count for about, count in estimate.host.items()}
-    return [*places, *([MemoryBudget("its host, for each device", waiting, None)] if waiting else [])]
+    return [*budgets, *([MemoryBudget("its host, for each device", waiting, None)] if waiting else [])]
 
 
-def _too_small(c: Training, machine: Machine, estimate: Estimate) -> MemoryBudget | None:
+def _most_exceeded(c: Training, machine: Machine, estimate: Estimate) -> MemoryBudget | None:
     """Returns the budget that is exceeded most; None where all fit."""
-    over = [budget for budget in described_budgets(c, machine, estimate) if budget.verdict == "FAIL"]
-    return max(over, key=lambda budget: budget.needs - (budget.has or 0), default=None)
+    exceeded = [budget for budget in described_budgets(c, machine, estimate) if budget.verdict == "FAIL"]
+    return max(exceeded, key=lambda budget: budget.needs - (budget.has or 0), default=None)
 
 
 def estimate_fits(c: Training, machine: Machine, estimate: Estimate) -> bool:
     """Whether all programs compile, and all memories hold what they must."""
-    return not estimate.refused and _too_small(c, machine, estimate) is None
+    return not estimate.refused and _most_exceeded(c, machine, estimate) is None
 
 
 def require_room(c: C, machine: Machine, estimated: Estimate, estimate: Callable[[C], Estimate | None]) -> None:
@@ -221,20 +219,19 @@ def require_room(c: C, machine: Machine, estimated: Estimate, estimate: Callable
     """
     if estimate_fits(c, machine, estimated):
         return
-    over = _too_small(c, machine, estimated)
-    if estimated.refused or over is None:
+    exceeded = _most_exceeded(c, machine, estimated)
+    if estimated.refused or exceeded is None:
         problem = f"{estimated.refused[0].name} is refused by the compiler: {estimated.refused[0].account.error}"  # type: ignore[union-attr]
-    elif f"temporaries: {estimated.worst.name}" in over.parts:
-        problem = (
-            f"{estimated.worst.name} takes {over.needs / GIB:.1f} GiB of each device's {(over.has or 0) / GIB:.1f}"
-        )
+    elif f"temporaries: {estimated.worst.name}" in exceeded.parts:
+        device_gib = (exceeded.has or 0) / GIB
+        problem = f"{estimated.worst.name} takes {exceeded.needs / GIB:.1f} GiB of each device's {device_gib:.1f}"
     else:
-        problem = f"{over.where}: {over.needs / GIB:.1f} GiB of {(over.has or 0) / GIB:.1f}"
-    for changes in [*_server_shares(estimated, over), *remedies(c)]:
-        other = settings.changed(c, changes)
+        problem = f"{exceeded.where}: {exceeded.needs / GIB:.1f} GiB of {(exceeded.has or 0) / GIB:.1f}"
+    for changes in [*_server_shares(estimated, exceeded), *remedies(c)]:
+        changed = settings.changed(c, changes)
         announce(f"it does not fit; trying {as_arguments(changes)}")
-        tried = estimate(other)
-        if tried is not None and estimate_fits(other, machine, tried):
+        tried = estimate(changed)
+        if tried is not None and estimate_fits(changed, machine, tried):
             raise UserError(f"{machine.name}: {problem}; {as_arguments(changes)} fits: {tried.peak / GIB:.1f} GiB")
     raise UserError(
         f"{machine.name}: {problem}; neither model.remat=full, smaller micro-batches nor offload is enough: take more"
@@ -242,18 +239,18 @@ def require_room(c: C, machine: Machine, estimated: Estimate, estimate: Callable
     )
 
 
-def _server_shares(estimate: Estimate, over: MemoryBudget | None) -> Iterator[dict[str, Any]]:
-    """Yields a smaller or larger share for servers, where theirs is what does not fit."""
+def _server_shares(estimate: Estimate, exceeded: MemoryBudget | None) -> Iterator[dict[str, Any]]:
+    """Yields a smaller or larger share of the GPU for servers, where theirs is what does not fit."""
     server = estimate.server
-    if server is None or over is None or over.has is None or server.cache:
+    if server is None or exceeded is None or exceeded.has is None or server.cache:
         return
-    least = sum(server.least().values())
+    minimum = sum(server.least().values())
     fraction = 0.0
-    if over.parts == server.least():  # their own share is too small
-        fraction = math.ceil(100 * 1.1 * least * server.fraction / over.has) / 100
-    elif server.awake(over.has).items() <= over.parts.items():
-        fraction = math.floor(100 * (server.fraction - (over.needs - over.has) / over.has)) / 100
-    if fraction * over.has >= least and fraction < 1.0:
+    if exceeded.parts == server.least():  # their own share is too small
+        fraction = math.ceil(100 * 1.1 * minimum * server.fraction / exceeded.has) / 100
+    elif server.awake(exceeded.has).items() <= exceeded.parts.items():
+        fraction = math.floor(100 * (server.fraction - (exceeded.needs - exceeded.has) / exceeded.has)) / 100
+    if fraction * exceeded.has >= minimum and fraction < 1.0:
         yield {"rollout.gpu_memory_utilization": fraction}
 
 
@@ -274,18 +271,13 @@ def remedies(c: Training) -> Iterator[dict[str, Any]]:
         f"{n}.optimizer_offload" for n, optimizer in settings.optimizers(c).items() if not optimizer.optimizer_offload
     ]
     models = [f"{name}.param_offload" for name in ("actor", "critic", "ref")] if isinstance(c, Settings) else []
-    for some in filter(None, (optimizers, models)):
-        changes |= dict.fromkeys(some, True)
+    for names in filter(None, (optimizers, models)):
+        changes |= dict.fromkeys(names, True)
         yield dict(changes)
 
 
-def chooses(c: Settings) -> bool:
-    """Whether memory chooses a setting."""
-    return c.model.remat == "auto" or c.actor.max_tokens_per_device == -1
-
-
 def candidates(c: Settings) -> Iterator[dict[str, Any]]:
-    """Yields the settings to try, in order."""
+    """Yields the values to try for the settings that memory chooses, in order."""
     remats = REMATS if c.model.remat == "auto" else (c.model.remat,)
     tokens = [c.actor.max_tokens_per_device]
     if tokens == [-1]:
@@ -294,36 +286,35 @@ def candidates(c: Settings) -> Iterator[dict[str, Any]]:
         while sizes[0] * 2 <= MOST:
             sizes.insert(0, sizes[0] * 2)
         tokens = sizes
-    many = [size for size in tokens if size >= FEW] or tokens[:1]
+    large = [size for size in tokens if size >= FEW] or tokens[:1]
     for remat in remats:
-        for size in many:
+        for size in large:
             yield dict(zip(CHOSEN, (remat, size), strict=True))
-    for size in tokens[len(many) :]:
+    for size in tokens[len(large) :]:
         yield dict(zip(CHOSEN, (remats[-1], size), strict=True))
 
 
 def as_arguments(changes: dict[str, Any]) -> str:
-    """Formats settings as command-line arguments."""
     return " ".join(f"--config.{name}={value}" for name, value in changes.items())
 
 
 def first_candidate(c: Settings) -> Settings:
     """Returns the config of the first candidate, for programs without gradients."""
-    return settings.changed(c, next(candidates(c))) if chooses(c) else c
+    return settings.changed(c, next(candidates(c))) if c.memory_chooses else c
 
 
 def first_fitting(c: Settings, fits: Callable[[Settings], bool]) -> dict[str, Any]:
     """Returns the first candidate that fits; raises UserError if none does."""
-    tried = 0
+    count = 0
     for changes in candidates(c):
-        other = settings.changed(c, changes)
-        settings.check(other)
-        tried += 1
+        candidate = settings.changed(c, changes)
+        settings.check(candidate)
+        count += 1
         announce(f"trying {as_arguments(changes)}")
-        if fits(other):
+        if fits(candidate):
             return changes
     raise UserError(
-        f"model.remat={c.model.remat} actor.max_tokens_per_device={c.actor.max_tokens_per_device}: none of {tried}"
+        f"model.remat={c.model.remat} actor.max_tokens_per_device={c.actor.max_tokens_per_device}: none of {count}"
         " candidates fits the memory, by the dry run's account; set actor.optimizer_offload=True, spread the models by"
         " mesh.fsdp, or train adapters by model.lora_rank"
     )
@@ -332,27 +323,28 @@ def first_fitting(c: Settings, fits: Callable[[Settings], bool]) -> dict[str, An
 def settle(
     c: Settings, mesh: Any, run: pathlib.Path, fits: Callable[[Settings], bool], hosts: Hosts = ALONE
 ) -> tuple[Settings, str]:
-    """Returns the config that fits the devices, and a line on it; a resumed run keeps its choice.
+    """Chooses the settings that memory decides, and returns the config and a line; a resumed run keeps its choice.
 
     The choice and the conditions that it depends on are recorded in the run folder, `auto.json`.
     """
-    if not chooses(c):
+    if not c.memory_chooses:
         return c, ""
     device = mesh.devices.flat[0].device_kind
-    about: dict[str, Any] = {
+    conditions: dict[str, Any] = {
         "asked": {name: settings.value_of(c, name) for name in CHOSEN},
         "mesh": dict(mesh.shape),
     }
-    about |= {"device": device, "attempts": [*candidates(c)]}
+    conditions |= {"device": device, "attempts": [*candidates(c)]}
 
     def decide() -> dict[str, Any]:
+        """Returns the choice that the run folder has for these conditions, or makes it and writes it there."""
         path = run / "auto.json"
-        kept = durable_files.read_json(path)
-        if kept.get("about") == about and set(kept.get("chosen") or ()) == set(CHOSEN):
-            return dict(kept["chosen"])
+        saved = durable_files.read_json(path)
+        if saved.get("about") == conditions and set(saved.get("chosen") or ()) == set(CHOSEN):
+            return dict(saved["chosen"])
         chosen = first_fitting(c, fits)
         if hosts.first:
-            durable_files.write_text(path, json.dumps({"chosen": chosen, "about": about}, indent=1) + "\n")
+            durable_files.write_text(path, json.dumps({"chosen": chosen, "about": conditions}, indent=1) + "\n")
         return chosen
 
     changes = hosts.gather(decide)[0]

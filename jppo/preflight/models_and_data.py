@@ -17,22 +17,25 @@ from jppo.child_process import python_path
 from jppo.data import check as data_check
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
 from jppo.errors import UserError
-from jppo.learner.make import path_of_critic, read_models_of_run
 from jppo.models import decoder, heads, hf
 from jppo.models.config import ModelConfig
 from jppo.preflight import memory, memory_budget
 from jppo.preflight.finding import GIB, Finding
-from jppo.preflight.preview import describe_sampling, sampling_warnings
+from jppo.preflight.preview import describe_sampling
 from jppo.rewards import check as reward_check
 from jppo.rewards.classifier import read_classifier
 from jppo.rewards.graders import grader_of
-from jppo.rewards.make import make_judge, make_refusal, make_reward_sum, needed_columns, require_values
-from jppo.rollout.make import served_reference
-from jppo.run.inputs import Inputs, columns_of, read_tokenizer
+from jppo.rewards.make import make_refusal, make_reward_sum, needed_columns, require_values
+from jppo.rewards.make_models import make_judge
+from jppo.rollout.servers.make import open_reference
+from jppo.run.agreement import sampling_warnings
+from jppo.run.inputs import Inputs, columns_of
+from jppo.run.make import path_of_critic, read_models_of_run
+from jppo.run.tokenizer import read_tokenizer
 from jppo.settings import Settings, template_arguments
 from jppo.types import Params
 
-SHORT = 200  # characters of an error
+ERROR_LENGTH = 200  # characters of an error
 PARITY_TOKENS = 12
 PARITY_TOLERANCE = 1e-3  # of a log-prob, in float32
 PARITY_MEMORY = GIB  # of torch and transformers in the worker
@@ -43,7 +46,9 @@ def check_models(c: Settings) -> Iterator[Finding]:
     """Checks every model's directory and weight headers."""
     policy, critic, reference = read_models_of_run(c)
     random = ", random weights" if c.model.init == "random" else ""
-    parts = [f"{c.model.path}: {policy.family}, {memory.served(policy, 'float32') / 4e6:,.0f}M parameters{random}"]
+    parts = [
+        f"{c.model.path}: {policy.family}, {memory.engine_bytes(policy, 'float32') / 4e6:,.0f}M parameters{random}"
+    ]
     if policy.unread is not None:
         parts.append(policy.unread)
     if critic is not None and path_of_critic(c) != c.model.path:
@@ -56,8 +61,8 @@ def check_models(c: Settings) -> Iterator[Finding]:
 
 
 def check_reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
-    """Asks the servers of ref.url for their models."""
-    servers = served_reference(c, inputs.tokenizer)
+    """Asks the servers of ref.url for their models, and reports them."""
+    servers = open_reference(c, inputs.tokenizer)
     if servers is not None:
         yield Finding("teacher", "OK", str(servers))
 
@@ -79,15 +84,15 @@ def check_sampling(c: Settings) -> Iterator[Finding]:
 
 
 def check_data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
-    """Checks both sets like `jppo.data.check`, and their use in training."""
-    read = dict(
+    """Checks training and test set like `jppo.data.check`, and counts the rows that training uses."""
+    options_of_set = dict(
         tokenizer=inputs.tokenizer,
         system_prompt=c.data.system_prompt,
         custom_cls=c.data.custom_cls,
         columns=columns_of(c),
         template_arguments=template_arguments(c.data.apply_chat_template_kwargs),
     )
-    graded = (source for source in inputs.sources if _graded_anyway(c) or grader_of(source) is not None)
+    graded = (source for source in inputs.sources if _graded_without_rule(c) or grader_of(source) is not None)
     graders = dict.fromkeys(graded, "rule")
     options = dict[str, Any](
         max_prompt_length=c.data.max_prompt_length,
@@ -95,35 +100,37 @@ def check_data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
         refuse=make_refusal(c),
         needed=needed_columns(c, bool(inputs.reward_arguments()["tool_rewards"])),
     )
-    train = data_check.look(c.data.train_files, "data.train_files", **read)
-    val = data_check.look(c.data.val_files, "data.val_files", **read)
-    for title, seen, kept in (("train data", train, inputs.train), ("test data", val, inputs.val)):
-        lengths, _ = data_check.lengths(seen)
+    train = data_check.read_set(c.data.train_files, "data.train_files", **options_of_set)
+    val = data_check.read_set(c.data.val_files, "data.val_files", **options_of_set)
+    for title, data, used in (("train data", train, inputs.train), ("test data", val, inputs.val)):
+        lengths, _ = data_check.lengths(data)
         yield Finding(
             title,
             "OK",
-            f"{len(kept.prompts):,} of {len(seen.rows):,} rows; prompts of {lengths.min()} to {lengths.max()} tokens"
-            f" (data.max_prompt_length={c.data.max_prompt_length}); {kept.overlong} left out, {kept.truncated} cut",
+            f"{len(used.prompts):,} of {len(data.rows):,} rows; prompts of {lengths.min()} to {lengths.max()} tokens"
+            f" (data.max_prompt_length={c.data.max_prompt_length}); {used.overlong} left out, {used.truncated} cut",
         )
-        for note in data_check.data_findings(seen, **options):
+        for note in data_check.data_findings(data, **options):
             if not note.good:
-                yield Finding(title, "WARN", f"{note.about}: {note.found}", _remedy(note.about))
-    both = data_check.overlap(train, val)
-    if not both.good:
-        yield Finding("test data", "WARN", f"{both.about}: {both.found}", "remove them from one of the sets")
+                yield Finding(title, "WARN", f"{note.about}: {note.found}", _data_remedy(note.about))
+    shared = data_check.overlap(train, val)
+    if not shared.good:
+        yield Finding("test data", "WARN", f"{shared.about}: {shared.found}", "remove them from one of the sets")
 
 
-def _graded_anyway(c: Settings) -> bool:
+def _graded_without_rule(c: Settings) -> bool:
+    """Whether anything but a rule by data source grades the rows."""
     r, talk = c.reward, c.rollout.multi_turn
-    own = talk.environment or _by_agent(c)
-    return bool(r.function or r.grader or r.judge.api_type or r.model.path or own)
+    own_reward = talk.environment or _agent_rewards(c)
+    return bool(r.function or r.grader or r.judge.api_type or r.model.path or own_reward)
 
 
-def _by_agent(c: Settings) -> bool:
+def _agent_rewards(c: Settings) -> bool:
     return bool(c.rollout.agent and c.rollout.agent_reward != "graders")
 
 
-def _remedy(about: str) -> str:
+def _data_remedy(about: str) -> str:
+    """Returns the remedy for a note of `jppo.data.check`."""
     return {
         "rows": "give every row the same columns",
         "source": "name a rule by data_source, or set reward.grader or reward.function",
@@ -135,9 +142,9 @@ def _remedy(about: str) -> str:
 
 
 def check_scorers(c: Settings) -> Iterator[Finding]:
-    """Whether judge and reward model are there; nothing is scored."""
+    """Checks that judge and reward model are there, without scoring anything."""
     if c.reward.judge.api_type:
-        make_judge(c).close()
+        make_judge(c.reward.judge).close()
     if c.reward.model.path:
         m = c.reward.model
         tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
@@ -147,7 +154,7 @@ def check_scorers(c: Settings) -> Iterator[Finding]:
 
 def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
     """Checks with the run's own reward that right answers earn more than wrong ones."""
-    if c.rollout.multi_turn.environment or _by_agent(c):
+    if c.rollout.multi_turn.environment or _agent_rewards(c):
         source = "an agent" if c.rollout.agent else "an environment"
         yield Finding("reward", "OK", f"from {source}: the data has no right answers to test")
         return
@@ -160,7 +167,7 @@ def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
     for check in checks:
         message = str(check)
         if check.errors:
-            message += f"; {len(check.errors)} could not be graded, the first: {check.errors[0][:SHORT]}"
+            message += f"; {len(check.errors)} could not be graded, the first: {check.errors[0][:ERROR_LENGTH]}"
         remedy = "check data_source, ground_truth and reward.*: python -m jppo.rewards.check shows more"
         if check.good:
             yield Finding("reward", "WARN" if check.warning else "OK", message, check.warning)
@@ -169,27 +176,27 @@ def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
 
 
 def check_parity(c: Settings) -> Iterator[Finding]:
-    """Compares the policy's log-probs of a few random tokens; skipped without torch."""
+    """Compares the policy's log-probs of a few random tokens with transformers'; skipped without torch."""
     policy, _, _ = read_models_of_run(c)
     if c.model.init == "random":
         yield Finding("parity", "OK", "skipped: random weights")
         return
-    needs, free = memory.served(policy, "float32") + PARITY_MEMORY, memory_budget.host_room()
-    if free is not None and needs > free:
-        message = f"skipped: it takes {needs / GIB:.1f} GiB, and {free / GIB:.1f} are free"
+    needed, free = memory.engine_bytes(policy, "float32") + PARITY_MEMORY, memory_budget.host_room()
+    if free is not None and needed > free:
+        message = f"skipped: it takes {needed / GIB:.1f} GiB, and {free / GIB:.1f} are free"
         yield Finding("parity", "WARN", message, "run scripts/check_parity.py on a larger machine")
         return
     directory = str(hf.resolve_directory(c.model.path, weights=True))
     ids = np.random.default_rng(0).integers(0, policy.vocab_size, PARITY_TOKENS).astype(np.int32)
-    theirs = transformers_logprobs(c.rollout.python, directory, ids)
-    if isinstance(theirs, str):
-        message = f"skipped: no {theirs} to compare with; training does not need it"
+    expected = transformers_logprobs(c.rollout.python, directory, ids)
+    if isinstance(expected, str):
+        message = f"skipped: no {expected} to compare with; training does not need it"
         yield Finding("parity", "OK", message)
         return
-    _, short = hf.read_config(
+    _, short_config = hf.read_config(
         directory, longest=PARITY_TOKENS
     )  # transformers scales positions by the tokens that it is given
-    gap = float(np.abs(own_logprobs(directory, short, ids) - theirs).max())
+    gap = float(np.abs(own_logprobs(directory, short_config, ids) - expected).max())
     message = f"largest gap to transformers' log-probs {gap:.1e} on {PARITY_TOKENS - 1} tokens"
     if gap <= PARITY_TOLERANCE:
         yield Finding("parity", "OK", message)
@@ -202,7 +209,7 @@ def transformers_logprobs(python: str, directory: str, ids: np.ndarray) -> np.nd
     """Returns transformers' log-probs from the interpreter that has vLLM and torch; or the missing package."""
     command = [python if python else sys.executable, "-m", "jppo.preflight.parity_worker", directory, *map(str, ids)]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             env=os.environ | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
             capture_output=True,
@@ -212,11 +219,11 @@ def transformers_logprobs(python: str, directory: str, ids: np.ndarray) -> np.nd
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         raise UserError(f"transformers gave no log-probs: {e}; set rollout.python to a working interpreter") from e
-    if done.returncode != 0:
-        message = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    if result.returncode != 0:
+        message = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
         raise UserError(f"transformers cannot read {directory}: {message[-300:]}; download the model again")
-    answer = json.loads(done.stdout.splitlines()[-1])
-    return str(answer["missing"]) if "missing" in answer else np.array(answer["logp"], np.float32)
+    reply = json.loads(result.stdout.splitlines()[-1])
+    return str(reply["missing"]) if "missing" in reply else np.array(reply["logp"], np.float32)
 
 
 def own_logprobs(directory: str, cfg: ModelConfig, ids: np.ndarray) -> np.ndarray:

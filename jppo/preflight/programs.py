@@ -27,7 +27,7 @@ NOTE = "forecast by the compiler, not measured"
 
 @dataclasses.dataclass(frozen=True)
 class ProgramMemory:
-    """A running program; bytes on one device."""
+    """A program while it runs; bytes on one device."""
 
     name: str
     gradients: int  # f32 gradient sums in memory
@@ -41,7 +41,6 @@ class ProgramMemory:
 
     @property
     def needs(self) -> int:
-        """All of its bytes."""
         return self.gradients + self.temporaries + self.brought
 
 
@@ -67,23 +66,21 @@ class Estimate:
 
     @property
     def code(self) -> int:
-        """Bytes of compiled code."""
         return sum(moment.account.code for moment in self.moments if moment.account is not None)
 
     @property
     def peak(self) -> int:
-        """Peak bytes in use."""
         return sum(self.parts.values()) + self.code + self.worst.needs
 
 
 def size(tree: Any) -> int:
     """Returns the bytes on one device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * _itemsize(x) for x in jax.tree.leaves(tree))
+    return sum(math.prod(array.sharding.shard_shape(array.shape)) * _itemsize(array) for array in jax.tree.leaves(tree))
 
 
 def global_size(tree: Any) -> int:
     """Returns the arrays' global bytes, each counted once."""
-    return sum(math.prod(x.shape) * _itemsize(x) for x in jax.tree.leaves(tree))
+    return sum(math.prod(array.shape) * _itemsize(array) for array in jax.tree.leaves(tree))
 
 
 def _itemsize(x: Any) -> int:
@@ -110,19 +107,19 @@ def announce(line: str) -> None:
 
 
 def account(program: Program, *, useful: int = 0, masked: float = 1.0) -> ProgramMemory:
-    """Compiles the program and returns XLA's memory account.
+    """Compiles the program and returns its memory and work on one device.
 
     `useful` are the FLOP that its rows need, and `masked` is the share of them in the mask.
     """
     announce(f"compiling {program.name}")
-    compiled = accounts.of_program(program.lower(), _axes(program.args), share=masked)
-    here = {id(x): x for x in jax.tree.leaves((program.args, program.beside)) if placing.is_offloaded(x)}
-    sums, own = (size(program.scratch), 0) if program.stage != "engine" else (0, size(program.scratch))
+    compiled = accounts.account_of_program(program.lower(), _mesh_axes(program.args), share=masked)
+    copied = {id(x): x for x in jax.tree.leaves((program.args, program.beside)) if placing.is_offloaded(x)}
+    gradients, engine_bytes = (size(program.scratch), 0) if program.stage != "engine" else (0, size(program.scratch))
     return ProgramMemory(
         name=program.name,
-        gradients=sums,
-        temporaries=compiled.temporaries + compiled.results + own,
-        brought=size(list(here.values())),
+        gradients=gradients,
+        temporaries=compiled.temporaries + compiled.results + engine_bytes,
+        brought=size(list(copied.values())),
         account=compiled,
         useful=useful,
         entries=math.prod(program.rows) if program.rows else 0,
@@ -131,10 +128,10 @@ def account(program: Program, *, useful: int = 0, masked: float = 1.0) -> Progra
     )
 
 
-def _axes(args: Any) -> dict[str, int]:
+def _mesh_axes(args: Any) -> dict[str, int]:
     """Returns the axis sizes of the arguments' mesh."""
-    places = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
-    mesh = next(place.mesh for place in places if isinstance(place, jax.sharding.NamedSharding))
+    shardings = (getattr(array, "sharding", None) for array in jax.tree.leaves(args))
+    mesh = next(sharding.mesh for sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding))
     return dict(mesh.shape)
 
 
@@ -148,7 +145,7 @@ class Executions:
     servers: ServerWork | None = None
 
     def of(self, moment: ProgramMemory) -> float:
-        """Returns the executions per step; rows of other shapes count by their entries."""
+        """Returns how often a program runs in a step; rows of other shapes count by their entries."""
         times = self.by_program.get(moment.name, 0)
         return self.entries.get(moment.name, times * moment.entries) / moment.entries if moment.entries else times
 
@@ -165,7 +162,7 @@ class Descents:
 
 
 def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples: int = 1) -> list[Trajectory]:
-    """Returns the first `count` trajectories of an epoch, with responses of maximum length.
+    """Returns trajectories as a step may have them at most: `count` ones, with responses of maximum length.
 
     Those of equal lengths share arrays: a step of 8,192 long responses would take gigabytes.
     """
@@ -177,12 +174,12 @@ def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples
     return [dataclasses.replace(by_length[prompt], uid=str(i // samples)) for i, prompt in enumerate(lengths)]
 
 
-def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: int, size: int) -> Descents:
-    """Splits a step into mini-batches of `size` sequences and counts their parts."""
-    cuts = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
-    packed = [packing.micro_batch_shapes(cut, plan) for cut in cuts]
-    entries = sum(math.prod(shape) for some in packed for shape in some)
-    return Descents(epochs, len(cuts), size, max(map(len, packed)), entries)
+def count_descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: int, size: int) -> Descents:
+    """Splits a step into mini-batches of `size` sequences; returns the numbers of updates and micro-batches."""
+    mini_batches = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
+    packed = [packing.micro_batch_shapes(mini_batch, plan) for mini_batch in mini_batches]
+    entries = sum(math.prod(shape) for shapes in packed for shape in shapes)
+    return Descents(epochs, len(mini_batches), size, max(map(len, packed)), entries)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +193,7 @@ class Work:
     servers: ServerWork | None = None
 
     def executions(self, estimate: Estimate) -> Executions:
-        """Returns the executions of each program."""
+        """Returns how often each program runs in a step."""
         times, entries = dict[str, int](), dict[str, int]()
         for moment in estimate.moments:
             if moment.stage == "scoring":
@@ -211,7 +208,7 @@ class Work:
 
 
 def exchanges_of_step(estimate: Estimate) -> dict[str, int]:
-    """Returns one execution of each exchange of gradients between groups of devices, for one optimizer step."""
+    """Returns 1 for each program that exchanges gradients between groups of devices, as an optimizer step runs it."""
     return {moment.name: 1 for moment in estimate.moments if moment.stage == "exchange"}
 
 
@@ -252,8 +249,8 @@ class Outlook:
     def busy(self) -> float:
         """Seconds per step if collectives did not overlap with kernels at all."""
         return sum(
-            self.executions.of(m) * (prediction.compute + prediction.hbm + prediction.sent)
-            for m, prediction in self.programs
+            self.executions.of(moment) * (prediction.compute + prediction.hbm + prediction.sent)
+            for moment, prediction in self.programs
         )
 
     @property
@@ -263,9 +260,9 @@ class Outlook:
 
 
 def make_outlook(estimate: Estimate, machine: Machine, mesh: Any, executions: Executions, rate: float = 0.0) -> Outlook:
-    """Forecasts all compiled programs."""
+    """Forecasts all compiled programs, and a step from their executions."""
     programs = tuple(
-        (moment, forecast.of_account(moment.account, machine, mesh, moment.useful))
+        (moment, forecast.forecast_account(moment.account, machine, mesh, moment.useful))
         for moment in estimate.moments
         if moment.account is not None and moment.account.error is None
     )
@@ -274,32 +271,32 @@ def make_outlook(estimate: Estimate, machine: Machine, mesh: Any, executions: Ex
 
 def program_lines(estimate: Estimate, outlook: Outlook | None) -> list[str]:
     """Formats the programs: compile time, attention kernel, peak memory, FLOP, bytes; on a machine the forecast."""
-    ahead = {} if outlook is None else {id(moment): prediction for moment, prediction in outlook.programs}
-    there = sum(estimate.parts.values())
-    head = ["program", "compiled", "peak GiB", "temp. GiB", "TFLOP", "HBM GB", "sent GiB"]
-    head += ["seconds", "bound by", "MFU at most"] if outlook is not None else []
-    rows = [[*head, "kernels"]]
+    predictions = {} if outlook is None else {id(moment): prediction for moment, prediction in outlook.programs}
+    permanent = sum(estimate.parts.values())
+    header = ["program", "compiled", "peak GiB", "temp. GiB", "TFLOP", "HBM GB", "sent GiB"]
+    header += ["seconds", "bound by", "MFU at most"] if outlook is not None else []
+    rows = [[*header, "kernels"]]
     for moment in estimate.moments:
-        a, f = moment.account, ahead.get(id(moment))
-        if a is None:
+        compiled, predicted = moment.account, predictions.get(id(moment))
+        if compiled is None:
             rows.append(
-                [moment.name, "estimated", _gib(there + moment.needs), _gib(moment.temporaries)]
-                + [""] * (len(head) - 3)
+                [moment.name, "estimated", _gib(permanent + moment.needs), _gib(moment.temporaries)]
+                + [""] * (len(header) - 3)
             )
             continue
-        if a.error is not None:
-            rows.append([moment.name, "refused"] + [""] * (len(head) - 2) + [a.error[:120]])
+        if compiled.error is not None:
+            rows.append([moment.name, "refused"] + [""] * (len(header) - 2) + [compiled.error[:120]])
             continue
-        sent = sum(collective.total for collective in a.collectives)
-        cells = [moment.name, f"{a.compile_s:.1f} s", _gib(there + moment.needs), _gib(moment.temporaries)]
-        cells += [f"{a.total_flops / 1e12:,.3g}", f"{a.hbm / 1e9:,.3g}", _gib(sent)]
+        sent_bytes = sum(collective.total for collective in compiled.collectives)
+        cells = [moment.name, f"{compiled.compile_s:.1f} s", _gib(permanent + moment.needs), _gib(moment.temporaries)]
+        cells += [f"{compiled.total_flops / 1e12:,.3g}", f"{compiled.hbm / 1e9:,.3g}", _gib(sent_bytes)]
         if outlook is not None:
-            mfu = "" if f is None or f.mfu is None else f"{f.mfu:.0%}"
-            cells += ["", "", ""] if f is None else [_seconds(f.seconds), f.bound, mfu]
-        kernels = ", ".join(f"{name.removeprefix('__')} x{times}" for name, times in a.kernels.items())
+            mfu = "" if predicted is None or predicted.mfu is None else f"{predicted.mfu:.0%}"
+            cells += ["", "", ""] if predicted is None else [_seconds(predicted.seconds), predicted.bound, mfu]
+        kernels = ", ".join(f"{name.removeprefix('__')} x{times}" for name, times in compiled.kernels.items())
         rows.append([*cells, kernels or "-"])
     title = "programs, of one device" + ("" if outlook is None else f" of {outlook.machine.name}; {NOTE}")
-    return [title, *_columns(rows)]
+    return [title, *_align_columns(rows)]
 
 
 def exchange_lines(estimate: Estimate) -> list[str]:
@@ -313,11 +310,11 @@ def exchange_lines(estimate: Estimate) -> list[str]:
             for kind, axes, times, size in schedule.totals(moment.account.collectives)
             if size >= GIB // 1000
         ]
-        warned = [f"    warning: the partitioner gathers whole: {operation}" for operation in moment.account.warnings]
+        warnings = [f"    warning: the partitioner gathers whole: {operation}" for operation in moment.account.warnings]
         loops = moment.account.unknown_loops
-        warned += [f"    {len(loops)} loop(s) of unknown length count once"] if loops else []
-        if rows or warned:
-            lines += [f"  {moment.name}", *_columns(rows), *warned]
+        warnings += [f"    {len(loops)} loop(s) of unknown length count once"] if loops else []
+        if rows or warnings:
+            lines += [f"  {moment.name}", *_align_columns(rows), *warnings]
     return ["exchanges between devices, loops multiplied out", *lines] if lines else []
 
 
@@ -332,7 +329,7 @@ def step_lines(outlook: Outlook) -> list[str]:
     if outlook.rollout is not None:
         rows.append(["  rollout", f"{outlook.executions.sampled:,} tokens", f"{_seconds(outlook.rollout)} s"])
     rows.append(["  together", "", f"{_seconds(outlook.step)} s"])
-    lines += _columns(rows)
+    lines += _align_columns(rows)
     if outlook.rollout is None and outlook.executions.sampled:
         lines.append("  without the rollout; --rollout_tokens_per_s=N adds it")
     rates = forecast.rates(outlook.machine) + server_rates(outlook.executions.servers)
@@ -340,14 +337,14 @@ def step_lines(outlook: Outlook) -> list[str]:
 
 
 def report_dict(estimate: Estimate, outlook: Outlook | None) -> dict[str, Any]:
-    """Returns the report for JSON."""
-    ahead = {} if outlook is None else {id(moment): prediction for moment, prediction in outlook.programs}
-    there = sum(estimate.parts.values())
+    """Returns the dry run's report as JSON types."""
+    predictions = {} if outlook is None else {id(moment): prediction for moment, prediction in outlook.programs}
+    permanent = sum(estimate.parts.values())
     programs = []
     for moment in estimate.moments:
-        row: dict[str, Any] = dict(name=moment.name, peak=there + moment.needs, temporaries=moment.temporaries)
+        row: dict[str, Any] = dict(name=moment.name, peak=permanent + moment.needs, temporaries=moment.temporaries)
         row |= {} if moment.account is None else {"account": moment.account.as_dict()}
-        row |= {"forecast": ahead[id(moment)].as_dict()} if id(moment) in ahead else {}
+        row |= {"forecast": predictions[id(moment)].as_dict()} if id(moment) in predictions else {}
         programs.append(row)
     report: dict[str, Any] = dict(
         parts=estimate.parts, peak=estimate.peak, worst=estimate.worst.name, programs=programs
@@ -367,7 +364,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.3g}"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Aligns rows: the first column to the left, the others to the right, the last of five or more to the left."""
     if not rows:
         return []
@@ -376,8 +373,8 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     for row in rows:
         cells = [row[0].ljust(widths[0])]
         for i, cell in enumerate(row[1:], 1):
-            last = i == len(widths) - 1 and len(widths) > 4
-            cells.append(cell if last else cell.rjust(widths[i]))
+            is_last = i == len(widths) - 1 and len(widths) > 4
+            cells.append(cell if is_last else cell.rjust(widths[i]))
         lines.append("  ".join(cells).rstrip())
     indent = "" if rows[0][0].startswith(" ") else "  "
     return [indent + line for line in lines]

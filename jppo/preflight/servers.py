@@ -15,12 +15,12 @@ from jppo import process
 from jppo.distributed.hosts import ALONE
 from jppo.forecast.machines import GIB, HOST, Machine
 from jppo.learner import sharding
-from jppo.learner.make import wants_critic
 from jppo.models import attention
 from jppo.models.config import ModelConfig
 from jppo.rollout.make import may_overlap
 from jppo.rollout.vllm.buckets import BUCKET
 from jppo.run.agreement import PROBE_ROUNDS, PROBES
+from jppo.run.make import wants_critic
 from jppo.settings import Settings
 from jppo.settings.rules_rollout import publish_via
 
@@ -43,19 +43,19 @@ class ServerMemory:
     response: int  # cache of one response
 
     def least(self) -> dict[str, int]:
-        """Returns the parts without which it does not start."""
+        """Returns the bytes, by part, without which the server does not start."""
         parts = {"weights": self.weights, "passes, by a rule of thumb": self.working, "CUDA graphs": self.graphs}
         cache = {"cache": self.cache} if self.cache else {"cache of one response": self.response}
         return {about: count for about, count in (parts | cache).items() if count}
 
     def awake(self, total: int) -> dict[str, int]:
-        """Returns the parts while it samples, on a GPU of `total` bytes."""
+        """Returns the bytes by part while the server samples, on a GPU of `total` bytes."""
         if self.cache:
             return {f"{self.name}: {about}": count for about, count in self.least().items()} | {self.name: ASLEEP}
         return {f"{self.name} awake, {self.fraction:.0%} of the GPU": int(self.fraction * total)}
 
     def asleep(self) -> dict[str, int]:
-        """Returns what sleeping leaves."""
+        """Returns the bytes that a sleeping server keeps."""
         return {f"{self.name} asleep": ASLEEP + self.graphs}
 
 
@@ -67,11 +67,11 @@ def server_memory(c: Settings, policy: ModelConfig, weights: int, mesh: Any) -> 
     r, name = c.rollout, {"vllm": "vLLM", "sglang": "SGLang"}.get(c.rollout.name)
     if name is None or r.urls or sharding.platform(mesh) != "gpu" or process.servers_apart(r.devices):
         return None
-    ours = [device for device in mesh.devices.flat if device.process_index == mesh.devices.flat[0].process_index]
-    width, item = r.tensor_model_parallel_size, int(jnp.dtype(r.dtype).itemsize)
-    count = -(-r.least_servers * width // len(ours))  # servers on one GPU
-    hidden = PREFILL * (2 * policy.intermediate_size + 4 * policy.hidden_size) * item
-    logits = r.max_num_seqs * policy.vocab_size * (item + 8)  # two more in float32 while they are sampled
+    own_devices = [device for device in mesh.devices.flat if device.process_index == mesh.devices.flat[0].process_index]
+    width, item_bytes = r.tensor_model_parallel_size, int(jnp.dtype(r.dtype).itemsize)
+    count = -(-r.least_servers * width // len(own_devices))  # servers on one GPU
+    hidden = PREFILL * (2 * policy.intermediate_size + 4 * policy.hidden_size) * item_bytes
+    logits = r.max_num_seqs * policy.vocab_size * (item_bytes + 8)  # two more in float32 while they are sampled
     row = attention.cache_row_bytes(policy, length=c.data.longest_row, dtype=r.dtype)
     return ServerMemory(
         name,
@@ -115,7 +115,7 @@ class ServerWork:
 
 
 def server_work(c: Settings, mesh: Any, weights: int, policy: int) -> ServerWork | None:
-    """Returns a run's work with servers; None without. `weights` are the bytes of a publish, `policy` of a server's."""
+    """Returns a step's work with rollout servers, if any; `weights` are a publish's bytes, `policy` a server's."""
     r = c.rollout
     if r.name == "inprocess":
         return None
@@ -135,51 +135,51 @@ def server_work(c: Settings, mesh: Any, weights: int, policy: int) -> ServerWork
 
 
 def publish_seconds(work: ServerWork, machine: Machine) -> float:
-    """Returns the seconds of a publish."""
+    """Forecasts the seconds of a publish: gathering, sending and loading the weights."""
     chip, size = machine.chip, work.weights
-    requests = -(-size // BUCKET) * REQUESTS_S[0]
-    share = (machine.groups - 1) / machine.groups  # of the weights, which a host gets from others
-    gathered = size * share / machine.each / chip.network / chip.shares["network"].value
+    request_s = -(-size // BUCKET) * REQUESTS_S[0]
+    remote_share = (machine.groups - 1) / machine.groups  # of the weights, which a host gets from others
+    gather_s = size * remote_share / machine.each / chip.network / chip.shares["network"].value
     if work.via in ("nccl", "ipc"):
-        return gathered + size / (NCCL if work.via == "nccl" else IPC)[0] + requests
-    gathered += size / machine.each / HOST[0] + size / CHECKSUM[0]
-    load = size / work.width / HOST[0]
+        return gather_s + size / (NCCL if work.via == "nccl" else IPC)[0] + request_s
+    gather_s += size / machine.each / HOST[0] + size / CHECKSUM[0]
+    load_s = size / work.width / HOST[0]
     if work.via == "file":
-        return gathered + size / CHECKSUM[0] + load
-    wire = machine.each * chip.network * chip.shares["network"].value  # of a host
-    over = work.servers * size / wire if work.apart else 0.0
+        return gather_s + size / CHECKSUM[0] + load_s
+    host_rate = machine.each * chip.network * chip.shares["network"].value  # of a host
+    network_s = work.servers * size / host_rate if work.apart else 0.0
     if work.changes:
-        return gathered + size / COMPARE[0] + CHANGED[0] * over + size / VERIFY[0] + requests + load
-    sent = max(size / STREAM[0], over)
-    return gathered + sent + requests + load
+        return gather_s + size / COMPARE[0] + CHANGED[0] * network_s + size / VERIFY[0] + request_s + load_s
+    sent_s = max(size / STREAM[0], network_s)
+    return gather_s + sent_s + request_s + load_s
 
 
 def server_seconds(work: ServerWork | None, machine: Machine, scoring: float, critic: float) -> dict[str, float]:
-    """Returns the seconds of a step by stage; `scoring` of a log-probs micro-batch, `critic` of the critic's update."""
+    """Forecasts the seconds of a step with servers by stage: sleep, wake, publish, check."""
     if work is None:
         return {}
-    chip, held = machine.chip, work.policy / work.width
-    products = 2 * work.prompts * held / 2 / chip.peak("bfloat16") / chip.shares["product"].value
-    reads = PROBE_ROUNDS[0][0] * held / chip.hbm / chip.shares["memory"].value
-    publish = publish_seconds(work, machine)
-    copied = held / HOST[0] if work.sleep_level == 1 else 0.0
+    chip, weights_per_gpu = machine.chip, work.policy / work.width
+    products = 2 * work.prompts * weights_per_gpu / 2 / chip.peak("bfloat16") / chip.shares["product"].value
+    reads = PROBE_ROUNDS[0][0] * weights_per_gpu / chip.hbm / chip.shares["memory"].value
+    publish_s = publish_seconds(work, machine)
+    copy_s = weights_per_gpu / HOST[0] if work.sleep_level == 1 else 0.0
     stages = {
-        "sleep": copied,
-        "wake": WAKE_S[0] + copied if work.sleep_level else 0.0,
-        "publish": max(0.0, publish - critic) if work.overlaps else publish,
+        "sleep": copy_s,
+        "wake": WAKE_S[0] + copy_s if work.sleep_level else 0.0,
+        "publish": max(0.0, publish_s - critic) if work.overlaps else publish_s,
         "check": products + reads + scoring,
     }
     return {name: seconds for name, seconds in stages.items() if seconds}
 
 
 def server_rates(work: ServerWork | None) -> list[str]:
-    """Formats the assumed rates of the stages."""
+    """Formats the assumed rates of the stages with servers, with their sources."""
     if work is None:
         return []
     files = [("checksums", CHECKSUM)]
-    sent = [("compare", COMPARE), ("verify", VERIFY)] if work.changes else [("stream", STREAM)]
-    via = dict(file=files, tcp=[*files, *sent], nccl=[("publish", NCCL)], ipc=[("publish", IPC)])[work.via]
-    lines = [f"{name:<16} {rate / GB:,.3g} GB/s, {source}" for name, (rate, source) in via]
+    stream = [("compare", COMPARE), ("verify", VERIFY)] if work.changes else [("stream", STREAM)]
+    assumed = dict(file=files, tcp=[*files, *stream], nccl=[("publish", NCCL)], ipc=[("publish", IPC)])[work.via]
+    lines = [f"{name:<16} {rate / GB:,.3g} GB/s, {source}" for name, (rate, source) in assumed]
     lines += [f"{'buckets':<16} {REQUESTS_S[1]}"] if work.via != "file" else []
     lines += [f"{'changes':<16} {CHANGED[1]}"] if work.changes else []
     return lines + ([f"{'wake':<16} {WAKE_S[1]}"] if work.sleep_level else [])

@@ -13,7 +13,7 @@ from jppo.settings import Parser, exit_on_user_error
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Writes the page about the runs and prints its path."""
     parser = Parser("jppo.report", __doc__)
     parser.add_argument("run_dirs", nargs="+", type=pathlib.Path, metavar="RUN_DIR", help="the folder of a run")
     parser.add_argument("--out", type=pathlib.Path, help=f"the page (RUN_DIR/{NAME} for one run, ./{NAME} for several)")

@@ -48,8 +48,8 @@ def report_line(run: pathlib.Path) -> str:
     try:
         return str(write_report([run], run / NAME))
     except Exception as e:
-        why = " ".join(f"{type(e).__name__}: {e}".split())
-        return f"not written ({why[:200]}); python -m jppo.report {run} tries again"
+        reason = " ".join(f"{type(e).__name__}: {e}".split())
+        return f"not written ({reason[:200]}); python -m jppo.report {run} tries again"
 
 
 def make_page(document: Mapping[str, Any]) -> str:
@@ -61,34 +61,34 @@ def make_page(document: Mapping[str, Any]) -> str:
     for i, run in enumerate(document["runs"]):
         entries = [{k: v for k, v in e.items() if k not in ("packed", "records")} for e in run["samples"]]
         runs.append({**run, "samples": entries})
-        texts += [_data(f"samples-{i}-{e['kind']}-{e['step']}", e["packed"]) for e in run["samples"]]
-        texts += [_data(f"tokens-{i}-{e['step']}", e["records"]) for e in run["samples"] if e["records"]]
+        texts += [_data_element(f"samples-{i}-{e['kind']}-{e['step']}", e["packed"]) for e in run["samples"]]
+        texts += [_data_element(f"tokens-{i}-{e['step']}", e["records"]) for e in run["samples"] if e["records"]]
     parts = {
         "title": html.escape(", ".join(run["name"] for run in runs)),
-        "style": _file("page.css"),
-        "data": "\n".join([_data("data", deflate(compact({**document, "runs": runs}))), *texts]),
-        "script": "\n".join(_file(name) for name in SCRIPTS),
+        "style": _static_file("page.css"),
+        "data": "\n".join([_data_element("data", deflate(compact({**document, "runs": runs}))), *texts]),
+        "script": "\n".join(_static_file(name) for name in SCRIPTS),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _static_file("page.html"))
 
 
-def _data(name: str, packed: str) -> str:
+def _data_element(name: str, packed: str) -> str:
     return f'<script type="text/plain" id="{name}">{packed}</script>'
 
 
-def _file(name: str) -> str:
+def _static_file(name: str) -> str:
     return (importlib.resources.files("jppo.report") / "static" / name).read_text(encoding="utf-8")
 
 
 def make_document(run_dirs: Sequence[pathlib.Path], budget: int = BUDGET) -> dict[str, Any]:
-    """Returns the document: common data, and under `runs` each run's data."""
+    """Reads the runs; returns the page's data: common ones, and under `runs` each run's."""
     folders = [read_folder(path) for path in run_dirs]
-    read = [read_entries(f, budget // len(folders)) for f in folders]
-    graded = [s for entries in read for e in entries for s in e["scores"] if s is not None]
-    rows = levels(graded)
+    entries_of = [read_entries(f, budget // len(folders)) for f in folders]
+    scores = [score for entries in entries_of for entry in entries for score in entry["scores"] if score is not None]
+    rows = score_levels(scores)
     names = distinct_names([f.path for f in folders])
     return {
-        "made": _time(datetime.datetime.now().timestamp()),
+        "made": _format_time(datetime.datetime.now().timestamp()),
         "jppo": jppo.__version__,
         "levels": rows,
         "settings": setting_rows([f.settings for f in folders]),
@@ -96,31 +96,31 @@ def make_document(run_dirs: Sequence[pathlib.Path], budget: int = BUDGET) -> dic
             describe_run(folder, name, points=min(run_folder.POINTS, CURVES // len(folders)))
             | {
                 "scores": score_histogram(entries, rows),
-                "samples": [{k: v for k, v in e.items() if k != "scores"} for e in entries],
+                "samples": [{key: value for key, value in entry.items() if key != "scores"} for entry in entries],
                 "left_out": samples_left_out(folder.samples, entries),
                 "tokens_left_out": tokens_left_out(folder.tokens, entries),
             }
-            for folder, name, entries in zip(folders, names, read, strict=True)
+            for folder, name, entries in zip(folders, names, entries_of, strict=True)
         ],
     }
 
 
 def read_entries(folder: Folder, budget: int) -> list[dict[str, Any]]:
-    """Returns an entry per file of samples, with the token records of its step; they get a quarter of the budget."""
+    """Reads a run's files of samples and token records; returns an entry per file, within `budget` characters."""
     files = files_read(folder.samples)
     steps = {file.step for file in files if file.kind == "step"}
     records = read_records([file for file in folder.tokens if file.step in steps], budget // 4, folder.notes)
-    budget -= sum(len(one.packed) for one in records.values())
-    entries = read_samples(files, budget, folder.notes, {step: one.samples for step, one in records.items()})
+    budget -= sum(len(packed.packed) for packed in records.values())
+    entries = read_samples(files, budget, folder.notes, {step: packed.samples for step, packed in records.items()})
     for entry in entries:
         entry["records"] = records[entry["step"]].packed if entry["kind"] == "step" and entry["step"] in records else ""
     return entries
 
 
 def describe_run(folder: Folder, name: str, points: int = run_folder.POINTS) -> dict[str, Any]:
-    """Describes a run without its samples."""
+    """Returns a run's data for the page without its samples: progress, scores, curves, times, warnings."""
     lines = folder.lines
-    tested = run_folder.points_of(lines, "val/score")
+    test_scores = run_folder.points_of(lines, "val/score")
     step = lines[-1]["step"] if lines else 0
     total = planned_steps(folder.settings)
     return {
@@ -129,13 +129,13 @@ def describe_run(folder: Folder, name: str, points: int = run_folder.POINTS) -> 
         "step": step,
         "total": total,
         "finished": folder.exported and bool(lines) and (total is None or step >= total),
-        "written": None if folder.written is None else _time(folder.written),
+        "written": None if folder.written is None else _format_time(folder.written),
         "seconds": round(
             sum(run_folder.total(lines, f"timing_s/{stage}") for stage in ("step", *run_folder.OUTSIDE)), 1
         ),
         "tokens": run_folder.total(lines, "perf/total_num_tokens"),
-        "best": max(tested, key=lambda point: point[1]) if tested else None,
-        "last": tested[-1] if tested else None,
+        "best": max(test_scores, key=lambda point: point[1]) if test_scores else None,
+        "last": test_scores[-1] if test_scores else None,
         "versions": folder.versions,
         "notes": folder.notes,
         "warnings": group_warnings(folder.warnings),
@@ -145,7 +145,7 @@ def describe_run(folder: Folder, name: str, points: int = run_folder.POINTS) -> 
 
 
 def planned_steps(config: Mapping[str, Any] | None) -> int | None:
-    """Returns the steps in the settings; None if these count epochs, or are unknown."""
+    """Returns the total of steps that the settings name; None if they count epochs, or are unknown."""
     trainer = (config or {}).get("trainer")
     steps = trainer.get("total_training_steps") if isinstance(trainer, Mapping) else None
     return steps if isinstance(steps, int) and steps > 0 else None
@@ -164,24 +164,24 @@ def group_warnings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def setting_rows(configs: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """Returns every setting of the runs and its default, as JSON; None if missing.
+    """Returns a row for each setting: its default and its value in each run, as JSON; None if missing.
 
     `differs`: from the default for a single run, or between runs.
     """
     flat = [{name: json.dumps(value) for name, value in table.by_name(config or {}).items()} for config in configs]
     kinds = [table.kind_of(config) for config in configs if config is not None]
     defaults = settings.config_of(settings.Settings if settings.Settings in kinds or not kinds else kinds[0])
-    usual = {name: json.dumps(value) for name, value in table.by_name(defaults).items()}
+    default_of = {name: json.dumps(value) for name, value in table.by_name(defaults).items()}
     rows = []
     for name in dict.fromkeys(name for config in flat for name in config):
         values = [config.get(name) for config in flat]
-        compared = {value for value, config in zip(values, flat, strict=True) if config}
-        differs = len(compared | ({usual.get(name)} if len(flat) == 1 else set())) > 1
-        rows.append({"name": name, "default": usual.get(name), "values": values, "differs": differs})
+        distinct = {value for value, config in zip(values, flat, strict=True) if config}
+        differs = len(distinct | ({default_of.get(name)} if len(flat) == 1 else set())) > 1
+        rows.append({"name": name, "default": default_of.get(name), "values": values, "differs": differs})
     return rows
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
@@ -196,8 +196,8 @@ TOKEN_RATIO = 4.0  # assumed compression of a file of token records
 
 
 def files_read(files: Sequence[SampleFile]) -> list[SampleFile]:
-    """Returns the files that are read."""
-    return [f for kind, most in FILES.items() for f in evenly([f for f in files if f.kind == kind], most)]
+    """Returns the files of samples that the report reads, evenly spaced over the steps."""
+    return [f for kind, count in FILES.items() for f in pick_evenly([f for f in files if f.kind == kind], count)]
 
 
 def read_samples(
@@ -214,58 +214,57 @@ def read_samples(
         for index, line in enumerate(recorded.get(file.step, ()) if file.kind == "step" else ()):
             if line < len(rows):
                 rows[line]["token_record"] = index
-        kept, packed, ratio = fit(rows, budget // (len(files) - i), ratio)
+        count, packed, ratio = pack_fitting(rows, budget // (len(files) - i), ratio)
         budget -= len(packed)
         scores = [number(row.get("score")) for row in rows if not row.get("given")]  # None: not graded
         entries.append(
-            {"kind": file.kind, "step": file.step, "of": len(rows), "kept": kept, "packed": packed, "scores": scores}
+            {"kind": file.kind, "step": file.step, "of": len(rows), "kept": count, "packed": packed, "scores": scores}
         )
     return entries
 
 
 def samples_left_out(files: Sequence[SampleFile], entries: Sequence[Mapping[str, Any]]) -> str | None:
     """Describes the samples that the report omits; None if it has all."""
-    rows, kept = sum(e["of"] for e in entries), sum(e["kept"] for e in entries)
-    if len(entries) == len(files) and rows == kept:
+    rows, shown_count = sum(entry["of"] for entry in entries), sum(entry["kept"] for entry in entries)
+    if len(entries) == len(files) and rows == shown_count:
         return None
     return (
         f"{len(entries):,} of {len(files):,} files of samples are in this page, evenly spaced over the steps, with"
-        f" {kept:,} of their {rows:,} samples"
+        f" {shown_count:,} of their {rows:,} samples"
     )
 
 
-def fit(rows: Sequence[Mapping[str, Any]], budget: int, ratio: float = RATIO) -> tuple[int, str, float]:
-    """Returns the number of kept rows, their packed text of at most `budget` characters, and the compression.
+def pack_fitting(rows: Sequence[Mapping[str, Any]], budget: int, ratio: float = RATIO) -> tuple[int, str, float]:
+    """Packs as many rows as fit; returns their number, their text of at most `budget` characters, and its compression.
 
     Keeps all rows, or the rows of evenly spaced prompts; prompts with token records come first. `ratio` is the initial
     guess of the compression.
     """
     groups: list[list[str]] = []
     recorded: set[int] = set()
-    before = None
+    last_uid = None
     for row in rows:
-        if not groups or before is None or row.get("uid") != before:
+        if not groups or last_uid is None or row.get("uid") != last_uid:
             groups.append([])
-        groups[-1].append(compact(shortened(row)))
-        before = row.get("uid")
+        groups[-1].append(compact(shorten(row)))
+        last_uid = row.get("uid")
         if "token_record" in row:
             recorded.add(len(groups) - 1)
     size = sum(len(text) for group in groups for text in group)
     count = len(groups) if size <= budget * ratio else int(len(groups) * budget * ratio / size)
     while count:
-        first = evenly(sorted(recorded), count)
-        others = evenly([i for i in range(len(groups)) if i not in recorded], count - len(first))
-        kept = [text for i in sorted([*first, *others]) for text in groups[i]]
-        text = f"[{','.join(kept)}]"
+        recorded_groups = pick_evenly(sorted(recorded), count)
+        other_groups = pick_evenly([i for i in range(len(groups)) if i not in recorded], count - len(recorded_groups))
+        kept_texts = [text for i in sorted([*recorded_groups, *other_groups]) for text in groups[i]]
+        text = f"[{','.join(kept_texts)}]"
         packed = deflate(text)
         if len(packed) <= budget:
-            return len(kept), packed, len(text) / len(packed)
+            return len(kept_texts), packed, len(text) / len(packed)
         count = min(count - 1, int(0.95 * count * budget / len(packed)))
     return 0, "", ratio
 
 
 def compact(value: Any) -> str:
-    """Returns the value as compact ASCII JSON."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
@@ -274,38 +273,38 @@ def deflate(text: str) -> str:
     return base64.b64encode(zlib.compress(text.encode("ascii"))).decode()
 
 
-def shortened(value: Any) -> Any:
-    """Returns the value for JSON, with long texts cut in the middle."""
+def shorten(value: Any) -> Any:
+    """Returns a value for JSON, with long texts cut in the middle and non-finite numbers as text."""
     if isinstance(value, str) and len(value) > TEXT:
-        gone = len(value) - TEXT
-        return f"{value[: TEXT // 2]}\n[… {gone:,} characters are left out here …]\n{value[-TEXT // 2 :]}"
+        cut = len(value) - TEXT
+        return f"{value[: TEXT // 2]}\n[… {cut:,} characters are left out here …]\n{value[-TEXT // 2 :]}"
     if isinstance(value, Mapping):
-        return {key: shortened(inner) for key, inner in value.items()}
+        return {key: shorten(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [shortened(inner) for inner in value]
+        return [shorten(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def evenly(items: Sequence[Any], most: int) -> list[Any]:
-    """Returns at most `most` evenly spaced items, including the first and the last."""
-    if len(items) <= most:
+def pick_evenly(items: Sequence[Any], limit: int) -> list[Any]:
+    """Returns at most `limit` evenly spaced items, including the first and the last."""
+    if len(items) <= limit:
         return list(items)
-    if most == 1:
+    if limit == 1:
         return [items[-1]]
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def levels(scores: Sequence[float]) -> dict[str, Any]:
-    """Returns the rows of a histogram: the scores themselves if they are few, otherwise even bins."""
-    different = sorted(set(scores))
-    if len(different) <= LEVELS:
-        return {"values": different}
-    edges = np.linspace(different[0], different[-1], BINS + 1)
+def score_levels(scores: Sequence[float]) -> dict[str, Any]:
+    """Returns the rows of a histogram of scores: the scores themselves if they are few, otherwise even bins."""
+    distinct = sorted(set(scores))
+    if len(distinct) <= LEVELS:
+        return {"values": distinct}
+    edges = np.linspace(distinct[0], distinct[-1], BINS + 1)
     return {"edges": [float(f"{e:.5g}") for e in edges]}
 
 
 def score_histogram(entries: Sequence[Mapping[str, Any]], rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts a step's samples by `levels`, and those that could not be graded.
+    """Counts a step's samples by the rows of `score_levels`, and those that could not be graded.
 
     Uses training samples, or test samples if there are no others.
     """
@@ -327,20 +326,20 @@ def score_histogram(entries: Sequence[Mapping[str, Any]], rows: Mapping[str, Any
 
 
 class Records(NamedTuple):
-    """The records of a step: the lines of their samples in its file, and the packed records."""
+    """The token records of a step: the lines of their samples in its file of samples, and the packed records."""
 
     samples: list[int]
     packed: str
 
 
 def read_records(files: Sequence[SampleFile], budget: int, notes: list[str]) -> dict[int, Records]:
-    """Returns the records of evenly spaced steps by step; `budget` is in characters of packed text, in total."""
+    """Returns the token records by step, of evenly spaced steps; `budget` is in characters of packed text, in total."""
     size = sum(file.path.stat().st_size for file in files)
     count = len(files) if size <= budget * TOKEN_RATIO else max(1, int(len(files) * budget * TOKEN_RATIO / size))
     records: dict[int, Records] = {}
-    for file in reversed(evenly(files, count)):
+    for file in reversed(pick_evenly(files, count)):
         lines = read_jsonl(file.path, notes, None)
-        rows = [row for row in map(record, lines) if row is not None]
+        rows = [row for row in map(read_record, lines) if row is not None]
         if len(rows) < len(lines):
             notes.append(f"{file.path.name}: {len(lines) - len(rows)} of {len(lines)} records are broken and left out")
         packed = deflate(compact(rows))
@@ -350,29 +349,29 @@ def read_records(files: Sequence[SampleFile], budget: int, notes: list[str]) -> 
     return records
 
 
-def record(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns a record as the page reads it, without the middle of a long response; None if it is broken."""
+def read_record(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns a token record as the page reads it, without the middle of a long response; None if it is broken."""
     columns = {name: row[name] for name in ("pieces", "tokens", "trained", *QUANTITIES) if name in row}
     pieces, sample = row.get("pieces"), row.get("sample")
     if not isinstance(sample, int) or sample < 0 or not isinstance(pieces, list):
         return None
-    if not all(isinstance(x, list) and len(x) == len(pieces) for x in columns.values()):
+    if not all(isinstance(values, list) and len(values) == len(pieces) for values in columns.values()):
         return None
     if not all(isinstance(piece, str) for piece in pieces):
         return None
-    gone = max(0, len(pieces) - TOKENS)
-    columns = {name: [*x[: TOKENS // 2], *x[gone + TOKENS // 2 :]] for name, x in columns.items()}
-    columns |= {name: [short_value(x) for x in columns[name]] for name in QUANTITIES if name in columns}
-    return {"sample": sample, "gone": gone} | columns
+    cut = max(0, len(pieces) - TOKENS)
+    columns = {name: [*values[: TOKENS // 2], *values[cut + TOKENS // 2 :]] for name, values in columns.items()}
+    columns |= {name: [short_value(values) for values in columns[name]] for name in QUANTITIES if name in columns}
+    return {"sample": sample, "gone": cut} | columns
 
 
 def short_value(value: Any) -> Any:
-    """Returns a finite number with four digits, another value as text, None as it is."""
+    """Rounds a finite number to four digits; other values become text, None stays."""
     finite = number(value)
     return float(f"{finite:.4g}") if finite is not None else None if value is None else str(value)
 
 
 def tokens_left_out(files: Sequence[SampleFile], entries: Sequence[Mapping[str, Any]]) -> str | None:
     """Describes the records that the report omits; None if it has all."""
-    kept = sum(bool(entry["records"]) for entry in entries)
-    return None if kept == len(files) else f"{kept:,} of {len(files):,} files of token values are in this page"
+    shown = sum(bool(entry["records"]) for entry in entries)
+    return None if shown == len(files) else f"{shown:,} of {len(files):,} files of token values are in this page"

@@ -46,17 +46,17 @@ class Folder:
 
 
 def read_folder(path: pathlib.Path) -> Folder:
-    """Reads everything except the samples; UserError if the path is not a run."""
+    """Reads a run's metrics, warnings, settings and lists of files; UserError if the path is no run."""
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; use a run folder such as runs/quickstart")
     if not any((path / name).exists() for name in ("config.json", logger.FILE, "samples")):
         raise UserError(f"{path} is not a run: it has none of config.json, {logger.FILE} and samples/")
     notes: list[str] = []
     rows = read_jsonl(path / logger.FILE, notes, "no curves and no times")
-    lines = {m["step"]: m for m in rows if _is_step(m.get("step"))}  # the last line of a repeated step
+    lines = {row["step"]: row for row in rows if _is_step(row.get("step"))}  # the last line of a repeated step
     if len(lines) < len(rows):
         notes.append(f"{logger.FILE}: {len(rows) - len(lines)} lines have no step or a repeated one and are skipped")
-    file, settings = path / logger.FILE, _settings(path / "config.json", notes)
+    file, settings = path / logger.FILE, _read_settings(path / "config.json", notes)
     files = _sample_files(path / "samples", notes)
     return Folder(
         path=path,
@@ -67,7 +67,7 @@ def read_folder(path: pathlib.Path) -> Folder:
         tokens=[f for f in files if f.kind == "tokens"],
         exported=(path / "hf").is_dir(),
         written=file.stat().st_mtime if file.is_file() else None,
-        versions=_versions(path),
+        versions=_read_versions(path),
         notes=notes,
     )
 
@@ -106,18 +106,19 @@ def distinct_names(paths: Sequence[pathlib.Path]) -> list[str]:
     parts = [expanded(path).resolve().parts for path in paths]
     depth = [1] * len(parts)
     while True:
-        names = ["/".join(p[-d:]) for p, d in zip(parts, depth, strict=True)]
-        twice = [i for i, name in enumerate(names) if names.count(name) > 1 and depth[i] < len(parts[i])]
-        if not twice:
+        names = ["/".join(path_parts[-count:]) for path_parts, count in zip(parts, depth, strict=True)]
+        ambiguous = [i for i, name in enumerate(names) if names.count(name) > 1 and depth[i] < len(parts[i])]
+        if not ambiguous:
             return names
-        depth = [d + (i in twice) for i, d in enumerate(depth)]
+        depth = [count + (i in ambiguous) for i, count in enumerate(depth)]
 
 
 def _is_step(value: Any) -> bool:
     return isinstance(value, int) and 0 <= value < 2**53  # larger numbers are not exact in a page
 
 
-def _settings(path: pathlib.Path, notes: list[str]) -> dict[str, Any] | None:
+def _read_settings(path: pathlib.Path, notes: list[str]) -> dict[str, Any] | None:
+    """Returns the settings in config.json; None, with a note, if it is missing or unreadable."""
     if not path.is_file():
         notes.append("no config.json: no settings, and no planned number of steps")
         return None
@@ -127,6 +128,7 @@ def _settings(path: pathlib.Path, notes: list[str]) -> dict[str, Any] | None:
 
 
 def _sample_files(folder: pathlib.Path, notes: list[str]) -> list[SampleFile]:
+    """Lists the files of samples and token records by kind and step; notes if there are none."""
     files = []
     for path in folder.glob("*.jsonl"):
         match = re.fullmatch(r"(step|test|tokens)_(\d+)\.jsonl", path.name)
@@ -137,13 +139,14 @@ def _sample_files(folder: pathlib.Path, notes: list[str]) -> list[SampleFile]:
     return sorted(files, key=lambda f: (f.kind, f.step))
 
 
-def _versions(run: pathlib.Path) -> dict[str, str]:
+def _read_versions(run: pathlib.Path) -> dict[str, str]:
+    """Returns the version of vLLM that the first server's log names; {} without one."""
     log = run / "server-0.log"
     if not log.is_file():
         return {}
     with log.open("rb") as file:
-        head = file.read(SERVER_HEAD).decode("utf-8", errors="replace")
-    match = re.search(r"\bversion v?(\d+\.\d[\w.+-]*)", head)
+        start = file.read(SERVER_HEAD).decode("utf-8", errors="replace")
+    match = re.search(r"\bversion v?(\d+\.\d[\w.+-]*)", start)
     return {"vLLM": match[1]} if match else {}
 
 
@@ -152,23 +155,23 @@ Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl, each with its step, inc
 POINTS = 800  # maximum points of a curve; charts are narrower
 BARS = 100
 OUTSIDE = ("start", "testing", "save")  # not included in timing_s/step
-ODD = 50  # maximum number of listed steps with a non-finite metric
+MAX_NONFINITE = 50  # maximum number of listed steps with a non-finite metric
 
 
 def curves(lines: Lines, points: int = POINTS) -> dict[str, Any]:
-    """Returns every metric over the steps; above `points` values, mean, minimum and maximum of even buckets.
+    """Returns every metric as a curve; above `points` values as mean, minimum and maximum of even buckets.
 
     `axes` are the steps, shared by metrics with equal steps: the first of each bucket, and its width.
     """
     axes: list[dict[str, Any]] = []
-    series, odd = {}, {}
-    for name, (steps, values) in _columns(lines).items():
+    series, nonfinite = {}, {}
+    for name, (steps, values) in _metric_columns(lines).items():
         finite = np.isfinite(values)
         if not finite.all():
             gaps = steps[~finite]
-            odd[name] = {"count": len(gaps), "steps": gaps[:ODD].tolist()}
+            nonfinite[name] = {"count": len(gaps), "steps": gaps[:MAX_NONFINITE].tolist()}
         width = -(-int(steps[-1] - steps[0] + 1) // points) if len(steps) > points else 1
-        starts = _starts(steps, width)
+        starts = _bucket_starts(steps, width)
         axis = {"steps": (steps[0] + (steps[starts] - steps[0]) // width * width).tolist(), "width": width}
         if axis not in axes:
             axes.append(axis)
@@ -177,10 +180,10 @@ def curves(lines: Lines, points: int = POINTS) -> dict[str, Any]:
         mean = np.add.reduceat(np.where(finite, values, 0.0), starts) / np.maximum(count, 1)
         curve["mean"] = rounded(np.where(count, mean, np.nan))
         if width > 1:
-            whole = np.where(finite, values, np.nan)
-            curve["low"], curve["high"] = (rounded(f.reduceat(whole, starts)) for f in (np.fmin, np.fmax))
+            gapped = np.where(finite, values, np.nan)
+            curve["low"], curve["high"] = (rounded(f.reduceat(gapped, starts)) for f in (np.fmin, np.fmax))
         series[name] = curve
-    return {"axes": axes, "series": dict(sorted(series.items())), "odd": odd}
+    return {"axes": axes, "series": dict(sorted(series.items())), "odd": nonfinite}
 
 
 def stage_times(lines: Lines, bars: int = BARS) -> dict[str, Any]:
@@ -190,34 +193,33 @@ def stage_times(lines: Lines, bars: int = BARS) -> dict[str, Any]:
     """
     stages = {name.removeprefix("timing_s/") for line in lines for name in line if name.startswith("timing_s/")}
     known = [stage for stage in STAGES if stage in stages and stage != "step"]
-    inside = [s for s in known if s not in OUTSIDE] + sorted(stages - {*STAGES})
-    names = [s for s in known if s == "start"] + inside + [s for s in known if s in ("testing", "save")]
-    seconds = {s: _seconds(lines, s) for s in [*names, "step"]}
+    parts = [s for s in known if s not in OUTSIDE] + sorted(stages - {*STAGES})
+    names = [s for s in known if s == "start"] + parts + [s for s in known if s in ("testing", "save")]
+    seconds = {s: _stage_seconds(lines, s) for s in [*names, "step"]}
     if "step" in stages:
-        rest = seconds["step"] - sum((seconds[s] for s in inside), np.zeros(len(lines)))
+        remainder = seconds["step"] - sum((seconds[s] for s in parts), np.zeros(len(lines)))
         names = [*names, "other"]
-        seconds["other"] = np.maximum(rest, 0.0)
+        seconds["other"] = np.maximum(remainder, 0.0)
     totals = {s: round(float(seconds[s].sum()), 3) for s in names}
     steps = np.array([line["step"] for line in lines if line["step"] > 0], dtype=np.int64)
     if not names or not len(steps):
         return {"names": names, "totals": totals, "steps": [], "width": 1, "bars": {}}
-    taken = np.array([line["step"] > 0 for line in lines])
+    counted = np.array([line["step"] > 0 for line in lines])
     width = -(-int(steps[-1] - steps[0] + 1) // bars)
-    starts = _starts(steps, width)
+    starts = _bucket_starts(steps, width)
     count = np.diff([*starts, len(steps)])
-    drawn = {s: np.add.reduceat(seconds[s][taken], starts) / count for s in names if s != "start"}
+    means = {s: np.add.reduceat(seconds[s][counted], starts) / count for s in names if s != "start"}
     firsts = steps[0] + (steps[starts] - steps[0]) // width * width
     return {
         "names": names,
         "totals": totals,
         "steps": firsts.tolist(),
         "width": width,
-        "bars": {s: rounded(values) for s, values in drawn.items()},
+        "bars": {s: rounded(values) for s, values in means.items()},
     }
 
 
 def total(lines: Lines, name: str) -> float:
-    """Returns the sum of a metric over its steps."""
     return sum(value for _, value in points_of(lines, name))
 
 
@@ -241,7 +243,8 @@ def rounded(values: np.ndarray) -> list[float | None]:
     return [float(f"{v:.5g}") if math.isfinite(v) else None for v in values.tolist()]
 
 
-def _columns(lines: Lines) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _metric_columns(lines: Lines) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns the steps and values of each metric, NaN for a non-finite one."""
     columns: dict[str, tuple[list[int], list[float]]] = {}
     for line in lines:
         step = line["step"]
@@ -255,14 +258,14 @@ def _columns(lines: Lines) -> dict[str, tuple[np.ndarray, np.ndarray]]:
                 columns[name] = ([], [])
             columns[name][0].append(step)
             columns[name][1].append(value)
-    return {name: (np.array(s, dtype=np.int64), np.array(v)) for name, (s, v) in columns.items()}
+    return {name: (np.array(steps, dtype=np.int64), np.array(values)) for name, (steps, values) in columns.items()}
 
 
-def _starts(steps: np.ndarray, width: int) -> np.ndarray:
-    """Returns the start of each non-empty bucket."""
+def _bucket_starts(steps: np.ndarray, width: int) -> np.ndarray:
+    """Returns the index of the first step in each bucket of `width` steps that is not empty."""
     bucket = (steps - steps[0]) // width
     return np.flatnonzero(np.diff(bucket, prepend=-1))
 
 
-def _seconds(lines: Lines, stage: str) -> np.ndarray:
+def _stage_seconds(lines: Lines, stage: str) -> np.ndarray:
     return np.array([number(line.get(f"timing_s/{stage}")) or 0.0 for line in lines])

@@ -75,63 +75,64 @@ class SourceCheck:
 def check_sources(reward_sum: RewardSum, prompts: Sequence[Prompt], *, rows: int = _ROWS) -> list[SourceCheck]:
     """Returns a finding for each data source, from its first rows."""
     sources = sorted({prompt.data_source for prompt in prompts})
-    return [_source(reward_sum, [p for p in prompts if p.data_source == source][: max(rows, 2)]) for source in sources]
+    return [_check(reward_sum, [p for p in prompts if p.data_source == source][: max(rows, 2)]) for source in sources]
 
 
 def solutions(prompt: Prompt) -> list[str]:
     """Returns right answers: the worked solution first, then the ground truth in the forms that rules read."""
-    places = [prompt.extra, prompt.extra.get("extra_info") or {}]
-    worked = [place[name] for place in places for name in SOLUTIONS if isinstance(place.get(name), str)]
+    tables = [prompt.extra, prompt.extra.get("extra_info") or {}]
+    worked = [table[name] for table in tables for name in SOLUTIONS if isinstance(table.get(name), str)]
     return worked + [form.format(prompt.ground_truth) for form in _FORMS if prompt.ground_truth]
 
 
-def _source(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
-    """Uses the form of solution with the highest score, because the format is up to the rule."""
-    forms = [solutions(prompt) for prompt in prompts]
-    if not all(forms):
-        return _without_answers(reward_sum, prompts)
-    truths = [prompt.ground_truth or texts[0] for prompt, texts in zip(prompts, forms, strict=True)]
+def _check(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
+    """Checks one source with the form of its answers that scores highest, because the format is up to the rule."""
+    solutions_of = [solutions(prompt) for prompt in prompts]
+    if not all(solutions_of):
+        return _check_without_answers(reward_sum, prompts)
+    truths = [prompt.ground_truth or texts[0] for prompt, texts in zip(prompts, solutions_of, strict=True)]
     # The first row with another truth; None if all are equal.
-    others = [next((j for j, other in enumerate(truths) if other != truth), None) for truth in truths]
-    rights = [[texts[min(i, len(texts) - 1)] for texts in forms] for i in range(len(forms[0]))]
-    wrongs = [[None if j is None else right[j] for j in others] for right in rights]
+    other_rows = [next((j for j, other in enumerate(truths) if other != truth), None) for truth in truths]
+    right_texts = [[texts[min(i, len(texts) - 1)] for texts in solutions_of] for i in range(len(solutions_of[0]))]
+    wrong_texts = [[None if j is None else right[j] for j in other_rows] for right in right_texts]
+    answers = right_texts + wrong_texts
     # All at once: a part that normalises scores uses the same scale for all.
-    all_rewards = iter(
-        _grade(reward_sum, list(prompts) * 2 * len(rights), [text for texts in rights + wrongs for text in texts])
-    )
-    graded = [[next(all_rewards) for _ in prompts] for _ in range(2 * len(rights))]
-    means = [_mean(rewards) for rewards in graded[: len(rights)]]
-    best = max(range(len(means)), key=lambda i: means[i])
-    chosen, wrong = rights[best], graded[len(rights) + best]
-    errors = [r.error for r in (*graded[best], *wrong) if r.error is not None]
+    all_rewards = iter(_grade_texts(reward_sum, prompts * len(answers), [text for texts in answers for text in texts]))
+    graded_forms = [[next(all_rewards) for _ in prompts] for _ in answers]
+    means = [_mean_score(rewards) for rewards in graded_forms[: len(right_texts)]]
+    best_form = max(range(len(means)), key=lambda i: means[i])
+    best_answers, wrong_rewards = right_texts[best_form], graded_forms[len(right_texts) + best_form]
+    errors = [r.error for r in (*graded_forms[best_form], *wrong_rewards) if r.error is not None]
     return SourceCheck(
         source=prompts[0].data_source,
         rows=len(prompts),
-        truth=means[best],
-        wrong=_mean(wrong),
+        truth=means[best_form],
+        wrong=_mean_score(wrong_rewards),
         errors=errors,
-        example=chosen[0],
+        example=best_answers[0],
         blank=not any(prompt.ground_truth for prompt in prompts),
     )
 
 
-def _without_answers(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
+def _check_without_answers(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
+    """Scores each prompt as its own response, and an empty response, for a source whose rows have no answers."""
     texts = [p.messages if isinstance(p.messages, str) else p.messages[-1]["content"] for p in prompts]
-    graded = _grade(reward_sum, prompts * 2, [*texts, *[None] * len(texts)])
-    echoed, empty = graded[: len(texts)], graded[len(texts) :]
-    errors = [r.error for r in graded if r.error is not None]
-    source, count, blank = prompts[0].data_source, len(prompts), not any(p.ground_truth for p in prompts)
-    return SourceCheck(source, count, _mean(echoed), _mean(empty), errors, texts[0], answers=False, blank=blank)
+    rewards = _grade_texts(reward_sum, prompts * 2, [*texts, *[None] * len(texts)])
+    echo_score, empty_score = _mean_score(rewards[: len(texts)]), _mean_score(rewards[len(texts) :])
+    errors = [r.error for r in rewards if r.error is not None]
+    source, rows, blank = prompts[0].data_source, len(prompts), not any(p.ground_truth for p in prompts)
+    return SourceCheck(source, rows, echo_score, empty_score, errors, texts[0], answers=False, blank=blank)
 
 
-def _grade(reward_sum: RewardSum, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
+def _grade_texts(reward_sum: RewardSum, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
+    """Returns the rewards of the texts as responses to the prompts; None is an empty response."""
     responses = ["" if text is None else text for text in texts]  # without another truth: an empty answer is wrong
     return reward_sum.grade(
-        Sample(p, text, len(text.split()), "stop") for p, text in zip(prompts, responses, strict=True)
+        Sample(prompt, text, len(text.split()), "stop") for prompt, text in zip(prompts, responses, strict=True)
     )
 
 
-def _mean(rewards: Sequence[Reward]) -> float:
+def _mean_score(rewards: Sequence[Reward]) -> float:
     scores = [r.score for r in rewards if r.error is None]
     return sum(scores) / len(scores) if scores else float("-inf")
 
@@ -139,18 +140,18 @@ def _mean(rewards: Sequence[Reward]) -> float:
 def _report(findings: Sequence[SourceCheck]) -> str:
     """Formats a line per source, and a remedy for failures."""
     lines = []
-    for f in findings:
-        lines.append(f"{'FAIL' if not f.good else 'WARN' if f.warning else 'OK  '} {f}")
-        if f.warning:
-            lines.append(f"     {f.warning}")
-        if f.errors:
-            lines.append(f"     {len(f.errors)} could not be graded; the first: {f.errors[0]}")
-        elif not f.good:
+    for finding in findings:
+        lines.append(f"{'FAIL' if not finding.good else 'WARN' if finding.warning else 'OK  '} {finding}")
+        if finding.warning:
+            lines.append(f"     {finding.warning}")
+        if finding.errors:
+            lines.append(f"     {len(finding.errors)} could not be graded; the first: {finding.errors[0]}")
+        elif not finding.good:
             lines.append(
-                f"     the reward does not separate right from wrong answers; it graded {f.example[-80:]!r};"
+                f"     the reward does not separate right from wrong answers; it graded {finding.example[-80:]!r};"
                 " check data_source, ground_truth and reward.*, unless your function does not use right answers"
             )
-            if f.blank:
+            if finding.blank:
                 lines.append(f"     {NO_TRUTH}")
     return "\n".join(lines)
 
@@ -169,13 +170,13 @@ def _require_answers(environment: str, agent: str, agent_reward: str) -> None:
         )
 
 
-def _gradable(prompts: list[Prompt], refuse: Callable[[str, str], str]) -> list[Prompt]:
-    """Returns the prompts that a run would keep, and prints how many it would not."""
+def _keep_gradable(prompts: list[Prompt], refuse: Callable[[str, str], str]) -> list[Prompt]:
+    """Returns the prompts that a run would train on, and prints how many rows it would leave out."""
     reasons = {prompt.uid: refuse(prompt.data_source, prompt.ground_truth) for prompt in prompts}
-    refused = [f"{uid}: {why}" for uid, why in reasons.items() if why]
-    if line := describe_refused(refused):
-        print(line)
-    if len(refused) == len(prompts):
+    refused_rows = [f"{uid}: {why}" for uid, why in reasons.items() if why]
+    if notice := describe_refused(refused_rows):
+        print(notice)
+    if len(refused_rows) == len(prompts):
         raise UserError("data.train_files: no row is left; change the asserts, or set reward.code.tests=native")
     return [prompt for prompt in prompts if not reasons[prompt.uid]]
 
@@ -187,7 +188,7 @@ def _make_prompts(sources: Sequence[Source], needed: Collection[str]) -> list[Pr
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Grades answers of the data by the run's reward, and prints a line for each source."""
     argv = sys.argv[1:] if argv is None else argv
     config, switches = settings.parse(argv, __doc__, settings.default(), needs_file=False)
     for section, name in (("model", "path"), ("data", "val_files")):  # not read
@@ -203,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     files = read_sources(
         c.data.train_files, "data.train_files", custom_cls=c.data.custom_cls, tokenizer=tokenizer, columns=columns_of(c)
     )
-    prompts = _gradable(_make_prompts(files, needed_columns(c, tools)), make_refusal(c))
+    prompts = _keep_gradable(_make_prompts(files, needed_columns(c, tools)), make_refusal(c))
     mesh = make_mesh(c)
     process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
     sources = sorted({prompt.data_source for prompt in prompts})

@@ -39,10 +39,10 @@ class Classifier:
     steps: bool = False  # a token classifier
 
 
-_CONVERTED = "~/.cache/jppo/reward_models"
-_SHORTEST = 64  # tokens; shorter rows are padded to this
+_CACHE = "~/.cache/jppo/reward_models"
+_SHORTEST_ROW = 64  # tokens; shorter rows are padded to this
 _V_HEADS = ("v_head.weight", "v_head.summary.weight")  # Starling's and TRL's
-_OWN = "reward.function=PATH.py:compute_score can run any model, and reward.judge.* asks a server"
+_ALTERNATIVES = "reward.function=PATH.py:compute_score can run any model, and reward.judge.* asks a server"
 
 
 def read_classifier(
@@ -52,66 +52,67 @@ def read_classifier(
 
     `directory` is a converted copy; `steps`: a token classifier.
     """
-    directory = located(path) if directory is None else directory
+    directory = locate(path) if directory is None else directory
     file = directory / "config.json"
     try:
         config = json.loads(file.read_text())
     except FileNotFoundError as e:
-        raise refused(path, f"{file} is missing; a model directory must have it") from e
+        raise model_error(path, f"{file} is missing; a model directory must have it") from e
     except (ValueError, RecursionError) as e:
-        raise refused(path, f"{file} is not valid JSON: {e}") from e
+        raise model_error(path, f"{file} is not valid JSON: {e}") from e
     if not isinstance(config, dict):
-        raise refused(path, f"{file} must be a JSON object, not {type(config).__name__}")
-    names = config.get("id2label")
-    labels = len(names) if isinstance(names, dict) else config.get("num_labels")
-    wrong = "Sequence" if steps else "Token"
-    if f"For{wrong}Classification" in (kind := str(config.get("architectures"))):
-        way = (
+        raise model_error(path, f"{file} must be a JSON object, not {type(config).__name__}")
+    label_names = config.get("id2label")
+    label_count = len(label_names) if isinstance(label_names, dict) else config.get("num_labels")
+    wrong_kind = "Sequence" if steps else "Token"
+    if f"For{wrong_kind}Classification" in (kind := str(config.get("architectures"))):
+        fix = (
             "leave reward.model.step_aggregation empty" if steps else "set reward.model.step_aggregation=min or another"
         )
-        raise refused(path, f"{file} has architectures={kind}, which scores {'responses' if steps else 'steps'}; {way}")
-    if labels not in ((None, 1, 2) if steps else (None, 1)):
+        scored = "responses" if steps else "steps"
+        raise model_error(path, f"{file} has architectures={kind}, which scores {scored}; {fix}")
+    if label_count not in ((None, 1, 2) if steps else (None, 1)):
         rule = "a model of steps has one, or two of which the second is good" if steps else "a reward model has one"
-        raise refused(path, f"{file} has {labels} labels; {rule}; {_OWN}")
+        raise model_error(path, f"{file} has {label_count} labels; {rule}; {_ALTERNATIVES}")
     if steps and not tokenizer.is_fast:
-        raise refused(path, "its tokenizer has no offsets, which locate the steps; put a tokenizer.json there")
-    inner = config.get("text_config")  # of multimodal models
-    text = inner if isinstance(inner, dict) and inner else config
-    vocab_size = text.get("vocab_size")
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if not isinstance(vocab_size, int) or largest >= vocab_size:
-        raise refused(
+        raise model_error(path, "its tokenizer has no offsets, which locate the steps; put a tokenizer.json there")
+    nested = config.get("text_config")  # of multimodal models
+    model_config = nested if isinstance(nested, dict) and nested else config
+    vocab_size, pad_token_id = model_config.get("vocab_size"), model_config.get("pad_token_id")
+    largest_id = max(tokenizer.get_vocab().values(), default=-1)
+    if not isinstance(vocab_size, int) or largest_id >= vocab_size:
+        raise model_error(
             path,
-            f"its tokenizer has ids up to {largest}, but its embedding has vocab_size={vocab_size} rows;"
+            f"its tokenizer has ids up to {largest_id}, but its embedding has vocab_size={vocab_size} rows;"
             " put the model's own tokenizer files there",
         )
-    longest = [text.get("max_position_embeddings") or math.inf, tokenizer.model_max_length]
-    known = [limit for limit in longest if isinstance(limit, int | float)]
-    if len(known) < len(longest):
-        raise refused(
-            path, f"max_position_embeddings={longest[0]!r} and model_max_length={longest[1]!r} must be numbers"
+    limits = [model_config.get("max_position_embeddings") or math.inf, tokenizer.model_max_length]
+    numbers = [limit for limit in limits if isinstance(limit, int | float)]
+    if len(numbers) < len(limits):
+        raise model_error(
+            path, f"max_position_embeddings={limits[0]!r} and model_max_length={limits[1]!r} must be numbers"
         )
-    if max_length > min(known):
+    if max_length > min(numbers):
         raise UserError(
-            f"reward.model.max_length={max_length} is more than the {min(known)} tokens that the config.json and "
-            f"tokenizer_config.json of reward.model.path={path} allow; set it to {min(known)} or less"
+            f"reward.model.max_length={max_length} is more than the {min(numbers)} tokens that the config.json and "
+            f"tokenizer_config.json of reward.model.path={path} allow; set it to {min(numbers)} or less"
         )
-    return Classifier(path, str(directory), str(config.get("model_type")), vocab_size, text.get("pad_token_id"), steps)
+    return Classifier(path, str(directory), str(config.get("model_type")), vocab_size, pad_token_id, steps)
 
 
-def located(path: str) -> pathlib.Path:
-    """Returns the directory of the reward model after checking for weights."""
+def locate(path: str) -> pathlib.Path:
+    """Returns the local directory of the reward model, with its weights; UserError if there are none."""
     try:
         directory = hf.resolve_directory(path, weights=True)
         if not list(directory.glob("*.safetensors")):  # of the hub's models some have PyTorch weights alone
             directory = hf.resolve_directory(path, weights=True, further=["pytorch_model*.bin"])
         return directory
     except UserError as e:
-        raise refused(path, str(e)) from e
+        raise model_error(path, str(e)) from e
 
 
-def converted(directory: pathlib.Path, *, python: str, cache: str = _CONVERTED, steps: bool = False) -> pathlib.Path:
-    """Returns the directory, or its copy in the cache with weights as safetensors; UserError if that fails.
+def convert_weights(directory: pathlib.Path, *, python: str, cache: str = _CACHE, steps: bool = False) -> pathlib.Path:
+    """Returns the directory, or a cached copy of it whose weights are safetensors; UserError if that fails.
 
     Models with PyTorch files, and causal models with a value head, are converted once. The latter become sequence
     classifiers, or token classifiers with `steps`.
@@ -130,12 +131,12 @@ def converted(directory: pathlib.Path, *, python: str, cache: str = _CONVERTED, 
     try:
         program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.convert_worker"]
         env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
+        process = subprocess.run(
             [*program, str(directory), temporary, kind], env=env, capture_output=True, text=True, check=False
         )
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["it says nothing"])[-1][:300]
-            raise refused(str(directory), f"its weights cannot be converted to safetensors: {reason}")
+        if process.returncode:
+            reason = (process.stderr.strip().splitlines() or ["it says nothing"])[-1][:300]
+            raise model_error(str(directory), f"its weights cannot be converted to safetensors: {reason}")
         with contextlib.suppress(FileExistsError):  # another process was faster
             os.rename(temporary, target)
     finally:
@@ -155,10 +156,10 @@ def _has_v_head(directory: pathlib.Path) -> bool:
     try:
         return any(name in _V_HEADS for name in tensorfile.slots(directory))
     except UserError as e:
-        raise refused(str(directory), str(e)) from e
+        raise model_error(str(directory), str(e)) from e
 
 
-def refused(path: str, why: str) -> UserError:
+def model_error(path: str, why: str) -> UserError:
     """Returns the error for a reward model that cannot be used."""
     return UserError(f"reward.model.path={path}: {why}")
 
@@ -176,17 +177,17 @@ def choose_engine(engine: str, model_type: str) -> str:
 
 
 def without_padding(ids: Sequence[int], pad_token_id: int | None) -> list[int]:
-    """Returns the ids up to the last non-padding token, where transformers reads a decoder's score.
+    """Drops the padding tokens at the end: transformers reads a decoder's score at the last other token.
 
     The score of a causal model does not depend on later tokens. If all tokens are padding, the first one counts.
     """
-    last = max((i for i, token in enumerate(ids) if token != pad_token_id), default=0)
-    return list(ids[: last + 1])
+    last_index = max((i for i, token in enumerate(ids) if token != pad_token_id), default=0)
+    return list(ids[: last_index + 1])
 
 
 def compiled_lengths(max_length: int) -> list[int]:
-    """Returns the compiled row lengths: powers of two times _SHORTEST, then `max_length`."""
-    lengths = [_SHORTEST]
+    """Returns the compiled row lengths: powers of two times _SHORTEST_ROW, then `max_length`."""
+    lengths = [_SHORTEST_ROW]
     while lengths[-1] < max_length:
         lengths.append(2 * lengths[-1])
     return [*lengths[:-1], max_length]
@@ -216,90 +217,91 @@ class JaxRewardModel:
             score = _read_score(classifier, cfg.hidden_size, dtype)
             trunk = hf.load_params(classifier.directory, cfg, head="trunk", param_dtype=dtype, shardings=shardings)
         except UserError as e:
-            raise refused(classifier.path, str(e)) from e
-        whole = None if rows is None else jax.NamedSharding(rows.mesh, jax.P())
-        self._params = trunk | {"score": jax.device_put(score, whole)}
+            raise model_error(classifier.path, str(e)) from e
+        replicated = None if rows is None else jax.NamedSharding(rows.mesh, jax.P())
+        self._params = trunk | {"score": jax.device_put(score, replicated)}
         self._rows, self._pad_token_id = rows, classifier.pad_token_id
         self._lengths = compiled_lengths(max_length)
-        parts = 1 if rows is None else _parts(rows)
-        self._count = -(-batch_size // parts) * parts
+        shard_count = 1 if rows is None else _shard_count(rows)
+        self._batch_rows = -(-batch_size // shard_count) * shard_count
         mix = make_mix(None if rows is None else rows.mesh, whole_rows=True)
         constrain = identity if rows is None else functools.partial(jax.lax.with_sharding_constraint, shardings=rows)
         model = Decoder(cfg, dtype=dtype, param_dtype=dtype, constrain=constrain, attend=attend, mix=mix)
-        self._scores = jax.jit(functools.partial(_scores, model, classifier.steps), out_shardings=whole)
+        self._scores = jax.jit(functools.partial(_compute_scores, model, classifier.steps), out_shardings=replicated)
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """Implements Scorer.score."""
-        kept = [without_padding(sequence, self._pad_token_id) for sequence in ids]
-        return [scores[-1] for scores in self._all(kept)]
+        """Returns the score logit of each token sequence; the padding at its end is ignored."""
+        stripped_ids = [without_padding(sequence, self._pad_token_id) for sequence in ids]
+        return [scores[-1] for scores in self._score_all(stripped_ids)]
 
-    def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score_at(self, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the log-odds of each text at its places, by a token classifier."""
-        return [[scores[k] for k in chosen] for scores, chosen in zip(self._all(ids), places, strict=True)]
+        return [[scores[k] for k in columns] for scores, columns in zip(self._score_all(ids), positions, strict=True)]
 
-    def _all(self, ids: Sequence[Sequence[int]]) -> Iterator[list[float]]:
-        """Yields the scores of each text's tokens, or of its last one."""
-        for i in range(0, len(ids), self._count):
-            yield from self._batch(ids[i : i + self._count])
+    def _score_all(self, ids: Sequence[Sequence[int]]) -> Iterator[list[float]]:
+        """Scores any number of texts in batches; yields the scores of each one's tokens, or of its last one."""
+        for start in range(0, len(ids), self._batch_rows):
+            yield from self._score_batch(ids[start : start + self._batch_rows])
 
     def wait_ready(self) -> None:
         """Compiles every row length, so no training step does."""
         for length in self._lengths:
-            self._batch([[0] * length])
+            self._score_batch([[0] * length])
 
     def close(self) -> None:
         """Drops the references to the weights."""
         self._params = None
 
-    def _batch(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
+    def _score_batch(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Pads up to `_batch_rows` texts to a compiled length; returns the scores of their tokens, or of the last."""
         longest = max(map(len, ids))
-        fitting = [length for length in self._lengths if length >= longest]
-        if not fitting:
+        fitting_lengths = [length for length in self._lengths if length >= longest]
+        if not fitting_lengths:
             raise ValueError(f"a text has {longest} tokens, more than max_length={self._lengths[-1]}")
-        tokens = np.zeros((self._count, fitting[0]), np.int32)
-        last = np.zeros(self._count, np.int32)  # an empty row has one token
+        tokens = np.zeros((self._batch_rows, fitting_lengths[0]), np.int32)
+        last_token = np.zeros(self._batch_rows, np.int32)  # an empty row has one token
         for i, sequence in enumerate(ids):
             tokens[i, : len(sequence)] = sequence
-            last[i] = len(sequence) - 1
-        placed = jax.device_put((tokens, last), self._rows)
-        scores: list[list[float]] = np.asarray(self._scores(self._params, *placed))[: len(ids)].tolist()
+            last_token[i] = len(sequence) - 1
+        tokens_and_last = jax.device_put((tokens, last_token), self._rows)
+        scores: list[list[float]] = np.asarray(self._scores(self._params, *tokens_and_last))[: len(ids)].tolist()
         return scores
 
 
-def _scores(model: Decoder, steps: bool, params: Params, tokens: jax.Array, last: jax.Array) -> jax.Array:
-    """Returns [R, 1] f32: the score after the token at `last` [R] of each row of tokens [R, T]; with `steps` all."""
-    here = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    segment = (here <= last[:, None]).astype(jnp.int32)
-    hidden: Any = model.apply({"params": params}, tokens, segment, here)
+def _compute_scores(model: Decoder, steps: bool, params: Params, tokens: jax.Array, last_index: jax.Array) -> jax.Array:
+    """Returns [R, 1] f32: the score after the token `last_index` [R] of each row [R, T]; with `steps` after all."""
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    segment = (position <= last_index[:, None]).astype(jnp.int32)
+    hidden: Any = model.apply({"params": params}, tokens, segment, position)
     if not steps:
-        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+        hidden = jnp.take_along_axis(hidden, last_index[:, None, None], axis=1)
     kernel, bias = params["score"]
     scores: jax.Array = heads.values(hidden, kernel) + bias
     return scores
 
 
-def _parts(rows: jax.NamedSharding) -> int:
-    """Returns the number of shards along the first axis."""
+def _shard_count(rows: jax.NamedSharding) -> int:
+    """Returns over how many devices the rows are sharded."""
     axes = rows.spec[0] if len(rows.spec) else ()
     return math.prod(rows.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 def _read_score(classifier: Classifier, hidden_size: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Reads the kernel [D, 1] and the bias [] of the score; of two labels the differences, which are log-odds."""
+    """Reads the score head: kernel [D, 1] and bias []; of two labels the differences, which give log-odds."""
     slots = tensorfile.slots(pathlib.Path(classifier.directory))
-    slot, bias = slots.get("score.weight"), slots.get("score.bias")
+    slot, bias_slot = slots.get("score.weight"), slots.get("score.bias")
     if slot is None:
         raise UserError("it has no score.weight; a reward model is a classifier, not a language model")
     allowed = [[n, hidden_size] for n in ((1, 2) if classifier.steps else (1,))]
     if list(slot.shape) not in allowed:
         rule = f"{' or '.join(map(str, allowed))}; a reward model has one label"
         raise UserError(f"score.weight has shape {list(slot.shape)}, not {rule}")
-    if bias is not None and (not classifier.steps or bias.shape != slot.shape[:1]):
+    if bias_slot is not None and (not classifier.steps or bias_slot.shape != slot.shape[:1]):
         rule = f"has shape {[slot.shape[0]]} in a token classifier and is absent in a sequence classifier"
-        raise UserError(f"score.bias has shape {list(bias.shape)}; it {rule}")
-    stored = np.zeros(slot.shape[0]) if bias is None else tensorfile.read_tensor(bias, "score.bias")
+        raise UserError(f"score.bias has shape {list(bias_slot.shape)}; it {rule}")
+    bias_values = np.zeros(slot.shape[0]) if bias_slot is None else tensorfile.read_tensor(bias_slot, "score.bias")
     weight = jnp.asarray(tensorfile.read_tensor(slot, "score.weight"), dtype).astype(jnp.float32)
-    offset = jnp.asarray(stored, dtype).astype(jnp.float32)
+    bias = jnp.asarray(bias_values, dtype).astype(jnp.float32)
     if slot.shape[0] == 2:
-        weight, offset = weight[1:] - weight[:1], offset[1:] - offset[:1]
-    return weight.T, offset[0]
+        weight, bias = weight[1:] - weight[:1], bias[1:] - bias[:1]
+    return weight.T, bias[0]

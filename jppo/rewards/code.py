@@ -2,8 +2,8 @@
 
 The program's process has neither expected values nor a verdict. It receives the input of a test, whose output is
 compared here, or the calls of asserts, which run in another process (`jppo/sandbox/program.py`). Asserts that this
-cannot grade are refused before training (`refused`); with `native` tests they run in the program's own process. Runs
-in a worker process; standard library only.
+cannot grade are refused before training (`refusal_reason`); with `native` tests they run in the program's own process.
+Runs in a worker process; standard library only.
 """
 
 import ast
@@ -35,10 +35,10 @@ _LIBRARIES = (
 _ALIASES = {"np": "numpy", "npt": "numpy.testing", "pd": "pandas", "plt": "matplotlib.pyplot", "dt": "datetime",
             "nx": "networkx", "sp": "sympy"} | {name: name for name in ("numpy", "pandas", "pytest", "scipy", "sympy",
             "torch")}  # fmt: skip
-_OF_NUMPY = {"allclose": "numpy", "array_equal": "numpy", "assert_allclose": "numpy.testing",
-             "assert_array_equal": "numpy.testing", "assert_array_almost_equal": "numpy.testing"}  # fmt: skip
-_USUAL = {"approx", "deepcopy", "defaultdict", "deque", "inf", "isclose", "isinf", "isnan", "namedtuple", "nan", "pi",
-          "raises", "timedelta"}  # fmt: skip
+_NUMPY_NAMES = {"allclose": "numpy", "array_equal": "numpy", "assert_allclose": "numpy.testing",
+                "assert_array_equal": "numpy.testing", "assert_array_almost_equal": "numpy.testing"}  # fmt: skip
+_COMMON_NAMES = {"approx", "deepcopy", "defaultdict", "deque", "inf", "isclose", "isinf", "isnan", "namedtuple", "nan",
+                 "pi", "raises", "timedelta"}  # fmt: skip
 # Names with which a program reaches into its interpreter.
 _REACHING_MODULES = {
     "__main__", "_ctypes", "_posixsubprocess", "builtins", "ctypes", "faulthandler", "gc", "inspect", "mmap",
@@ -79,7 +79,7 @@ def code(
     if not blocks:
         return Verdict(0.0, {"exact": 0.0, "answered": 0.0})
     reaching = suspicious(blocks[-1])
-    run = _Counted(runner or make_runner(), memory_bytes)
+    run = _RetryCounter(runner or make_runner(), memory_bytes)
     if tests.asserts and tests_in == NATIVE:
         passed = run(f"{blocks[-1]}\n{tests.asserts}", time_s=time_s / 2).status == 0
     elif tests.asserts:
@@ -93,33 +93,33 @@ def code(
 def read_tests(ground_truth: str) -> Tests:
     """Parses the tests of a ground truth; raises ValueError if it has none."""
     text = ground_truth.strip()
-    shown = _shown(text)
+    excerpt = _shorten(text)
     if not text.startswith(("[", "{")):
         if "assert" not in text:
-            raise ValueError(f"ground_truth={shown!r} has no tests: neither JSON nor assert statements")
-        return Tests(asserts=_parsed(text, shown))
+            raise ValueError(f"ground_truth={excerpt!r} has no tests: neither JSON nor assert statements")
+        return Tests(asserts=_require_asserts(text, excerpt))
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"ground_truth={shown!r} is not valid JSON: {e}") from e
+        raise ValueError(f"ground_truth={excerpt!r} is not valid JSON: {e}") from e
     if isinstance(rows, list) and rows and all(isinstance(row, str) for row in rows):
-        return Tests(asserts=_parsed("\n".join(rows), shown))
-    both = isinstance(rows, dict) and set(rows) == {"inputs", "outputs"}  # as verl's code data sets have them
-    if both and all(isinstance(part, list) for part in rows.values()):
+        return Tests(asserts=_require_asserts("\n".join(rows), excerpt))
+    as_two_lists = isinstance(rows, dict) and set(rows) == {"inputs", "outputs"}  # as verl's code data sets have them
+    if as_two_lists and all(isinstance(part, list) for part in rows.values()):
         rows = [{"input": i, "output": o} for i, o in zip(rows["inputs"], rows["outputs"], strict=True)]
     if (
         not isinstance(rows, list)
         or not rows
-        or not all(isinstance(r, dict) and isinstance(r.get("input"), str) for r in rows)
-        or not all(isinstance(r.get("output"), str) for r in rows)
+        or not all(isinstance(entry, dict) and isinstance(entry.get("input"), str) for entry in rows)
+        or not all(isinstance(entry.get("output"), str) for entry in rows)
     ):
         raise ValueError(
-            f"ground_truth={shown!r} must be a list, not empty, of {{input, output}} texts or of assert statements"
+            f"ground_truth={excerpt!r} must be a list, not empty, of {{input, output}} texts or of assert statements"
         )
     return Tests(io=tuple((row["input"], row["output"]) for row in rows))
 
 
-def refused(ground_truth: str) -> str:
+def refusal_reason(ground_truth: str) -> str:
     """Returns why the asserts of a ground truth need `native` tests, or ''; '' also for what `read_tests` refuses."""
     try:
         tests = read_tests(ground_truth)
@@ -133,132 +133,135 @@ def refused(ground_truth: str) -> str:
 
 @functools.lru_cache(maxsize=256)  # a group's samples have the same tests
 def _with_imports(tests: str) -> tuple[str, str]:
-    """Returns asserts with imports of the library's names that they use without one, and why they are refused, or ''.
+    """Adds imports of library names that asserts use without one; the second result is why they are refused, or ''.
 
     Such a name is the program's if an assert tests it alone. A rarer one beside others could be either's.
     """
-    asked = Reading(tests).asked
-    origins = {name: origin for name in asked if (origin := _origin(name, tests)) is not None}
-    statements = _names_of_statements(tests)
-    for name, line in list(origins.items()):
-        rare = name.islower() and name not in _USUAL | _OF_NUMPY.keys()
-        if line.startswith("import "):
+    unbound = Reading(tests).asked
+    imports = {name: import_line for name in unbound if (import_line := _import_statement(name, tests)) is not None}
+    names_used = _names_of_statements(tests)
+    for name, statement in list(imports.items()):
+        rare = name.islower() and name not in _COMMON_NAMES | _NUMPY_NAMES.keys()
+        if statement.startswith("import "):
             continue
-        if {name} in statements or (rare and not any(name in names and len(names) > 1 for names in statements)):
-            del origins[name]  # the program's, tested by itself
+        if {name} in names_used or (rare and not any(name in used and len(used) > 1 for used in names_used)):
+            del imports[name]  # the program's, tested by itself
         elif rare:
-            return tests, f"uses {name} without an import: the tests' or the program's? add `{line}`"
-    if len(origins) == len(asked):
-        origins = {}
-    text = "".join(f"{line}; " for line in sorted(origins.values())) + ("\n" if origins else "") + tests
+            return tests, f"uses {name} without an import: the tests' or the program's? add `{statement}`"
+    if len(imports) == len(unbound):
+        imports = {}
+    text = "".join(f"{line}; " for line in sorted(imports.values())) + ("\n" if imports else "") + tests
     return text, Reading(text).refused()
 
 
 def _names_of_statements(tests: str) -> list[set[str]]:
-    """Returns the names of each statement, without builtins."""
+    """Returns the names that each statement of the tests uses, without builtins."""
     statements = [node for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Assert | ast.Expr | ast.Assign)]
     names = [{inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} for node in statements]
     return [{name for name in used if not hasattr(builtins, name)} for used in names]
 
 
-def _origin(name: str, tests: str) -> str | None:
-    """Returns the import statement of a name of the libraries that tests use; None for others and for builtins."""
-    owners = rf"(?<![\w.]){name}(?!\w)(?!\s*\.)"
-    if (name in sys.stdlib_module_names or name in _ALIASES) and not re.search(owners, tests):
+def _import_statement(name: str, tests: str) -> str | None:
+    """Returns the import statement of a library name that tests use; None for other names and for builtins."""
+    bare_use = rf"(?<![\w.]){name}(?!\w)(?!\s*\.)"
+    if (name in sys.stdlib_module_names or name in _ALIASES) and not re.search(bare_use, tests):
         return f"import {_ALIASES[name]} as {name}" if name in _ALIASES else f"import {name}"
     if hasattr(builtins, name) or name[:1] == "_":
         return None
     if name in ("approx", "raises"):
         return f"from pytest import {name}"
-    if name in _OF_NUMPY:
-        return f"from {_OF_NUMPY[name]} import {name}"
-    called = name in _USUAL or re.search(rf"(?<![\w.]){name}\(", tests)
+    if name in _NUMPY_NAMES:
+        return f"from {_NUMPY_NAMES[name]} import {name}"
+    is_called = name in _COMMON_NAMES or re.search(rf"(?<![\w.]){name}\(", tests)
     for library in map(importlib.import_module, _LIBRARIES):
-        there = called and name in getattr(library, "__all__", dir(library))
-        if there and (name in _USUAL or callable(getattr(library, name))):
+        is_exported = is_called and name in getattr(library, "__all__", dir(library))
+        if is_exported and (name in _COMMON_NAMES or callable(getattr(library, name))):
             return f"from {library.__name__} import {name}"
     return None
 
 
-def _passes_asserts(program: str, ground_truth: str, run: "_Counted", time_s: float) -> bool:
-    tests, why = read_tests(ground_truth).asserts, refused(ground_truth)
-    tests = tests if why else _with_imports(tests)[0]
-    reply = "" if why else next(iter(run(program, tests=tests, time_s=time_s / 2).replies), FAILED)
+def _passes_asserts(program: str, ground_truth: str, run: "_RetryCounter", time_s: float) -> bool:
+    """Runs the program and its asserts in two processes; ValueError if the asserts cannot be graded that way."""
+    tests, reason = read_tests(ground_truth).asserts, refusal_reason(ground_truth)
+    tests = tests if reason else _with_imports(tests)[0]
+    reply = "" if reason else next(iter(run(program, tests=tests, time_s=time_s / 2).replies), FAILED)
     if reply == IDLE:
-        raise ValueError(f"ground_truth={_shown(ground_truth)!r} has no assert that runs; give it assert statements")
+        raise ValueError(f"ground_truth={_shorten(ground_truth)!r} has no assert that runs; give it assert statements")
     if reply not in (PASSED, FAILED):
         raise ValueError(
-            f"ground_truth={_shown(ground_truth)!r} cannot be graded across two processes: {why or reply}; leave the"
-            " row out, or set reward.code.tests=native, where a program can cheat"
+            f"ground_truth={_shorten(ground_truth)!r} cannot be graded across two processes: {reason or reply}; leave"
+            " the row out, or set reward.code.tests=native, where a program can cheat"
         )
     return reply == PASSED
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     text = text.strip()
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-def _parsed(tests: str, shown: str) -> str:
+def _require_asserts(tests: str, excerpt: str) -> str:
+    """Returns the tests unchanged; ValueError unless they are Python with an assert that runs."""
     try:
         tree = ast.parse(tests)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        raise ValueError(f"ground_truth={shown!r} is neither JSON nor Python: {e or 'it is nested too deep'}") from e
-    if not _asserts(tree):
-        raise ValueError(f"ground_truth={shown!r} has no assert that runs; give it assert statements")
+        raise ValueError(f"ground_truth={excerpt!r} is neither JSON nor Python: {e or 'it is nested too deep'}") from e
+    if not _has_asserts(tree):
+        raise ValueError(f"ground_truth={excerpt!r} has no assert that runs; give it assert statements")
     return tests
 
 
-def _asserts(tree: ast.Module) -> bool:
-    """Whether a block has an assert outside of functions that it never names, or a test framework."""
+def _has_asserts(tree: ast.Module) -> bool:
+    """Whether a block has an assert outside of functions that it never calls, or uses a test framework."""
     nodes = list(ast.walk(tree))
-    named = {node.id for node in nodes if isinstance(node, ast.Name)} | {
+    names = {node.id for node in nodes if isinstance(node, ast.Name)} | {
         node.attr for node in nodes if isinstance(node, ast.Attribute)
     }
     unused = [
-        node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in named
+        node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in names
     ]
-    idle = {id(inner) for node in unused for inner in ast.walk(node)}
-    named |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-    framework = named & {"unittest", "pytest", "testing"} or any(name.startswith("assert_") for name in named)
-    return bool(framework) or any(isinstance(n, ast.Assert) and id(n) not in idle for n in nodes)
+    idle_nodes = {id(inner) for node in unused for inner in ast.walk(node)}
+    names |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    framework = names & {"unittest", "pytest", "testing"} or any(name.startswith("assert_") for name in names)
+    return bool(framework) or any(isinstance(n, ast.Assert) and id(n) not in idle_nodes for n in nodes)
 
 
-class _Counted:
-    """A runner that counts its retries."""
+class _RetryCounter:
+    """A runner that sums the retries of its runs."""
 
     def __init__(self, runner: Runner, memory_bytes: int):
         self._run, self.retries = functools.partial(runner, memory_bytes=memory_bytes), 0
 
-    def __call__(self, program: str, **more: Any) -> Ran:
-        ran = self._run(program, **more)
-        self.retries += ran.retries
-        return ran
+    def __call__(self, program: str, **options: Any) -> Ran:
+        result = self._run(program, **options)
+        self.retries += result.retries
+        return result
 
 
-def _passes_io(program: str, tests: Sequence[tuple[str, str]], run: _Counted, time_s: float) -> bool:
+def _passes_io(program: str, tests: Sequence[tuple[str, str]], run: _RetryCounter, time_s: float) -> bool:
+    """Whether the program prints the expected output for each test's input; TimeoutError when `time_s` is over."""
     deadline = time.monotonic() + time_s
-    for given, wanted in tests:
-        left = deadline - time.monotonic()
-        ran = run(program, stdin=given, time_s=min(left, time_s / 2)) if left > 0 else None
-        if ran is None or (ran.status is None and deadline - time.monotonic() <= 0 and left < time_s / 2):
+    for input_text, expected in tests:
+        left_s = deadline - time.monotonic()
+        result = run(program, stdin=input_text, time_s=min(left_s, time_s / 2)) if left_s > 0 else None
+        if result is None or (result.status is None and deadline - time.monotonic() <= 0 and left_s < time_s / 2):
             raise TimeoutError(f"{len(tests)} tests did not end within {time_s:g} s; raise reward.timeout_s")
-        if ran.status != 0 or _lines(ran.printed) != _lines(wanted):
+        if result.status != 0 or _stripped_lines(result.printed) != _stripped_lines(expected):
             return False
     return True
 
 
 def program_output(program: str, *, time_s: float, memory_bytes: int, runner: Runner | None = None) -> str:
-    """Returns a program's output and, if it fails, the last line of its error."""
-    ran = (runner or make_runner())(program, time_s=time_s, memory_bytes=memory_bytes)
-    error = ran.errors[-2000:].strip().rpartition("\n")[2]
-    if ran.status is None:
-        why = f"took longer than {time_s:g} s" if ran.why == TOO_LONG else ran.why
-        return f"{ran.printed}error: the program {why}"
-    return ran.printed if ran.status == 0 else f"{ran.printed}error: {error or f'exit code {ran.status}'}"
+    """Runs a program and returns its output and, if it fails, the last line of its error."""
+    result = (runner or make_runner())(program, time_s=time_s, memory_bytes=memory_bytes)
+    error = result.errors[-2000:].strip().rpartition("\n")[2]
+    if result.status is None:
+        reason = f"took longer than {time_s:g} s" if result.why == TOO_LONG else result.why
+        return f"{result.printed}error: the program {reason}"
+    return result.printed if result.status == 0 else f"{result.printed}error: {error or f'exit code {result.status}'}"
 
 
-def _lines(text: str) -> list[str]:
+def _stripped_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 _V_HEADS = ("v_head.weight", "v_head.summary.weight")  # Starling's and TRL's
 _V_BIASES = ("v_head.bias", "v_head.summary.bias")
-_TEXTS = (".json", ".model", ".txt", ".jinja")
+_COPIED_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 
 
 def main(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
@@ -29,32 +29,32 @@ def main(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
         tensors |= torch.load(file, map_location="cpu", weights_only=True)
     if any(name in _V_HEADS for name in tensors):
         cls: Any = getattr(transformers, f"AutoModelFor{kind.title()}Classification")._model_mapping[type(config)]
-        tensors = _renamed(tensors, cls.base_model_prefix, bias=kind == "token")
+        tensors = _rename_to_classifier(tensors, cls.base_model_prefix, bias=kind == "token")
         config.architectures, config.num_labels = [cls.__name__], 1
         config.token_classification_bias = "score.bias" in tensors
-    pointers: set[int] = set()
+    written_pointers: set[int] = set()
     for name, tensor in tensors.items():  # tied ones are written twice
-        tensors[name] = tensor.clone() if tensor.data_ptr() in pointers else tensor.contiguous()
-        pointers.add(tensor.data_ptr())
+        tensors[name] = tensor.clone() if tensor.data_ptr() in written_pointers else tensor.contiguous()
+        written_pointers.add(tensor.data_ptr())
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     for file in source.iterdir():
-        if file.is_file() and file.suffix in _TEXTS and "index" not in file.name:
+        if file.is_file() and file.suffix in _COPIED_SUFFIXES and "index" not in file.name:
             shutil.copy(file, target)
     config.save_pretrained(target)
 
 
-def _renamed(tensors: dict[str, Any], prefix: str, *, bias: bool) -> dict[str, Any]:
-    """Returns a causal model with a value head as a classifier of that base prefix, with or without the head's bias."""
-    head = next(name for name in _V_HEADS if name in tensors)
-    out = {"score.weight": tensors[head]}
+def _rename_to_classifier(tensors: dict[str, Any], prefix: str, *, bias: bool) -> dict[str, Any]:
+    """Renames the tensors of a causal model with a value head to those of a classifier with that base prefix."""
+    head_name = next(name for name in _V_HEADS if name in tensors)
+    renamed = {"score.weight": tensors[head_name]}
     for name, tensor in tensors.items():
         if name in _V_BIASES and bias:
-            out["score.bias"] = tensor
-        inner = name.removeprefix("pretrained_model.")
-        if name not in (head, *_V_BIASES) and not inner.startswith("lm_head."):
-            root, _, rest = inner.partition(".")
-            out[f"{prefix}.{rest}" if root in ("transformer", "model") else inner] = tensor
-    return out
+            renamed["score.bias"] = tensor
+        plain_name = name.removeprefix("pretrained_model.")
+        if name not in (head_name, *_V_BIASES) and not plain_name.startswith("lm_head."):
+            module, _, name_in_module = plain_name.partition(".")
+            renamed[f"{prefix}.{name_in_module}" if module in ("transformer", "model") else plain_name] = tensor
+    return renamed
 
 
 if __name__ == "__main__":

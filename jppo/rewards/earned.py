@@ -22,7 +22,7 @@ Amounts = tuple[tuple[int, float], ...]  # (place, amount)
 
 
 def finite(value: Any) -> float | None:
-    """Returns the value as a float, also from numpy and torch numbers, but not from text."""
+    """Converts numbers, also of numpy and torch, to a finite float; None for text and all other values."""
     if value is None or isinstance(value, str | bytes | bytearray):
         return None
     try:
@@ -33,18 +33,15 @@ def finite(value: Any) -> float | None:
 
 
 def read_amounts(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[str, Amounts] | None:
-    """Returns ('characters' or 'turns', amounts) by the last character or by the turn; None without amounts.
-
-    Raises ValueError with a readable reason.
-    """
-    given = {form: amounts for form in _FORMS if (amounts := _listed(result.get(form))) is not None}
-    if not given:
+    """Reads the amounts of a custom function's result: ('characters' or 'turns', (place, amount) pairs), or None."""
+    amounts_by_form = {form: amounts for form in _FORMS if (amounts := _as_list(result.get(form))) is not None}
+    if not amounts_by_form:
         return None
-    if len(given) > 1:
-        raise ValueError(f"the function returned {' and '.join(given)}; return one of {', '.join(_FORMS)}")
-    ((form, amounts),) = given.items()
+    if len(amounts_by_form) > 1:
+        raise ValueError(f"the function returned {' and '.join(amounts_by_form)}; return one of {', '.join(_FORMS)}")
+    ((form, amounts),) = amounts_by_form.items()
     if form == "spans":
-        return "characters", tuple(_span(span, len(text)) for span in amounts)
+        return "characters", tuple(_read_span(span, len(text)) for span in amounts)
     ends, rule = list(range(turns)), "one for each"
     if form == "steps":
         delimiter = result.get("delimiter", DELIMITER)
@@ -55,12 +52,12 @@ def read_amounts(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[s
         raise ValueError(
             f"the function returned {len(amounts)} amounts for the {len(ends)} {form} of the response; return {rule}"
         )
-    placed = tuple((end, _amount(amount, form)) for end, amount in zip(ends, amounts, strict=True))
-    return "characters" if form == "steps" else form, placed
+    placed_amounts = tuple((end, _read_amount(amount, form)) for end, amount in zip(ends, amounts, strict=True))
+    return "characters" if form == "steps" else form, placed_amounts
 
 
-def _listed(amounts: Any) -> list[Any] | None:
-    """Returns the amounts; None for a number, which is a part of the score that has such a name."""
+def _as_list(amounts: Any) -> list[Any] | None:
+    """Returns the amounts as a list; None for a number, which is a part of the score with such a name."""
     try:
         return None if isinstance(amounts, str) else list(amounts)
     except TypeError:
@@ -68,7 +65,7 @@ def _listed(amounts: Any) -> list[Any] | None:
 
 
 def step_ends(text: str, delimiter: str) -> list[int]:
-    """Returns the number of characters up to the end of each step."""
+    """Returns for each step that is not blank the number of characters up to its end."""
     ends, begin = [], 0
     for piece in text.split(delimiter):
         if piece.strip():
@@ -77,29 +74,31 @@ def step_ends(text: str, delimiter: str) -> list[int]:
     return ends
 
 
-def _span(given: Any, length: int) -> tuple[int, float]:
+def _read_span(span: Any, length: int) -> tuple[int, float]:
+    """Returns the end and the amount of a span (start, end, amount); ValueError if it is outside the response."""
     try:
-        start, end, amount = given
-        inside = 0 <= int(start) == start < end == int(end) <= length
+        start, end, amount = span
+        valid = 0 <= int(start) == start < end == int(end) <= length
     except (TypeError, ValueError, OverflowError):
-        inside = False
-    if not inside:
+        valid = False
+    if not valid:
         raise ValueError(
-            f"the function returned the span {short(given)} of a response of {length} characters; a span is (start,"
+            f"the function returned the span {short(span)} of a response of {length} characters; a span is (start,"
             " end, amount) with whole numbers 0 <= start < end, and end at most the number of characters"
         )
-    return int(end), _amount(amount, "spans")
+    return int(end), _read_amount(amount, "spans")
 
 
-def _amount(given: Any, form: str) -> float:
-    amount = finite(given)
+def _read_amount(value: Any, form: str) -> float:
+    """Returns an amount of the custom function as a float; ValueError if it is not finite."""
+    amount = finite(value)
     if amount is None:
-        raise ValueError(f"the function returned the amount {short(given)} in {form}; it must be a finite number")
+        raise ValueError(f"the function returned the amount {short(value)} in {form}; it must be a finite number")
     return amount
 
 
 def short(value: Any) -> str:
-    """Shows a user's value in one line."""
+    """Returns a user's value as one line of at most 100 characters, for errors."""
     try:
         return re.sub(r"\s+", " ", repr(value))[:100]
     except Exception:  # a foreign __repr__ may raise anything, and that of an int with 5,000 digits does

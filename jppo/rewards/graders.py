@@ -25,22 +25,26 @@ from typing import Any, TypeVar
 
 from jppo.errors import UserError, expanded
 from jppo.registry import Registry, did_you_mean, read_source, require_name
-from jppo.rewards import code, rules
+from jppo.rewards import rules
 from jppo.rewards.parts import Part, Sample, at_characters, failed, graded
-from jppo.rewards.pool import Pool, Read, Target, as_plain, ready
+from jppo.rewards.pool import AnswerReader, Pool, Target, as_plain, require_prepared
 from jppo.rewards.rules import Verdict
-from jppo.sandbox.choice import STRICT
 from jppo.types import Reward
 
 Grader = Callable[[str, str], Verdict | Reward]  # (response, ground truth)
 V = TypeVar("V")
 
 
-_CODE = functools.partial(code.code, time_s=8.0, memory_bytes=2**31)
+def run_tests(response: str, ground_truth: str) -> Verdict:
+    """The rule `code` in this process; a run has it in its pool."""
+    from jppo.rewards import code
+
+    return code.code(response, ground_truth, time_s=8.0, memory_bytes=2**31)
+
 
 # The grader of each data source; `reward.grader` names one of these keys to override it for all rows. Data sources of
 # verl 0.9.1 are graded as there. A key that ends in * stands for all sources that begin so.
-_OWN: dict[str, Grader] = {
+_BUILT_IN: dict[str, Grader] = {
     "openai/gsm8k": rules.gsm8k_strict,
     "gsm8k_strict": rules.gsm8k_strict,
     "gsm8k": rules.gsm8k,
@@ -64,9 +68,9 @@ _OWN: dict[str, Grader] = {
     "choice": rules.choice,
     "choice_strict": rules.choice_strict,
     "mentions": rules.mentions,
-    "code": _CODE,
+    "code": run_tests,
 }
-GRADERS = Registry("graders", _OWN)
+GRADERS = Registry("graders", _BUILT_IN)
 # What verl 0.9.1 grades and jppo does not, with the reason and the remedy.
 _NUMINA = "verl's rule evaluates text of the response as Python; set reward.grader=math_verify, which parses it"
 _PROGRAMS = "verl's rule runs programs without a sandbox; set reward.grader=code, which has one, and reward.allow_code"
@@ -75,10 +79,10 @@ REFUSED = {
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _PROGRAMS),
     "hiyouga/geometry3k": "its questions are images and jppo's models read text; leave these rows out",
 }
-RUNS_CODE = (_CODE,)  # only where reward.allow_code says so
+RUNS_CODE = (run_tests,)  # only where reward.allow_code says so
 # These run in the pool, as programs do; the others in the trainer's own thread.
 _MAY_HANG: dict[Grader, str] = {rules.math_verify: "math_verify"}
-_OF_THE_DEADLINE = 0.8  # fraction of reward.timeout_s for a program: one that never ends is wrong, not an error
+_PROGRAM_SHARE = 0.8  # fraction of reward.timeout_s for a program: one that never ends is wrong, not an error
 
 
 class RulePart(Part):
@@ -90,10 +94,11 @@ class RulePart(Part):
         *,
         override: str = "",
         allow_code: bool = False,
-        sandbox: tuple[str, ...] = (STRICT,),  # reward.sandbox and reward.sandbox_url
-        tests_in: str = code.STRICT,  # reward.code.tests
+        sandbox: tuple[str, ...] = ("strict",),  # reward.sandbox and reward.sandbox_url
+        tests_in: str = "strict",  # reward.code.tests
         pool: Pool,
     ):
+        """Finds the grader of each source and prepares those that run in the pool; UserError if one is missing."""
         self._graders = graders_for(data_sources, override=override, allow_code=allow_code)
         self._targets = {
             source: self._target(grader, pool, tests_in, sandbox) for source, grader in self._graders.items()
@@ -102,16 +107,17 @@ class RulePart(Part):
         self._counts: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()
         for target in {target for target in self._targets.values() if target is not None}:
-            ready(pool, target, f"the rule {target[1] if target[0] == 'rule' else target[0]!r}")
+            require_prepared(pool, target, f"the rule {target[1] if target[0] == 'rule' else target[0]!r}")
 
     @staticmethod
     def _target(grader: Grader, pool: Pool, tests_in: str, sandbox: tuple[str, ...]) -> Target | None:
-        if grader is _CODE:
-            return ("code", str(_OF_THE_DEADLINE * pool.timeout_s), str(pool.memory_bytes), tests_in, *sandbox)
+        """Returns the pool's target for a grader that may hang; None for one that runs in the trainer."""
+        if grader is run_tests:
+            return ("code", str(_PROGRAM_SHARE * pool.timeout_s), str(pool.memory_bytes), tests_in, *sandbox)
         return ("rule", _MAY_HANG[grader]) if grader in _MAY_HANG else None
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Returns the reward at once for quick rules, otherwise from the pool."""
+        """Grades the sample at once by a quick rule, or submits it to the pool."""
         source = sample.prompt.data_source
         target = self._targets.get(source)
         if target is not None:
@@ -121,10 +127,13 @@ class RulePart(Part):
             return submitted
         if source not in self._graders:
             return graded(failed(f"data_source={source!r} is not one of the sources at the start of the run"))
-        return graded(_safely(self._graders[source], sample.text, sample.prompt.ground_truth))
+        return graded(_grade_safely(self._graders[source], sample.text, sample.prompt.ground_truth))
 
-    def _count(self, done: Future[Reward]) -> None:
-        reward = done.result()
+    def _count(self, finished: Future[Reward]) -> None:
+        """Counts the reward of a graded program for `metrics`."""
+        from jppo.rewards import code
+
+        reward = finished.result()
         with self._lock:
             self._counts.update(
                 suspicious=int(reward.parts.get(code.SUSPICIOUS, 0)),  # with names that reach into their interpreter
@@ -134,7 +143,7 @@ class RulePart(Part):
 
     def metrics(self) -> dict[str, float]:
         """Returns the counts of graded programs since the last call; empty without code."""
-        if _CODE not in self._graders.values():
+        if run_tests not in self._graders.values():
             return {}
         with self._lock:
             counts, self._counts = self._counts, collections.Counter()
@@ -145,18 +154,18 @@ class RulePart(Part):
         }
 
     def close(self) -> None:
-        """Stops the pool's processes."""
         self._pool.close()
 
 
 def graders_for(data_sources: Iterable[str], *, override: str = "", allow_code: bool = False) -> dict[str, Grader]:
     """Returns the grader of each data source before training starts; a source without one is a UserError."""
-    return {source: _grader(source, override, allow_code) for source in sorted(set(data_sources))}
+    return {source: _require_grader(source, override, allow_code) for source in sorted(set(data_sources))}
 
 
-def _grader(source: str, override: str, allow_code: bool) -> Grader:
+def _require_grader(source: str, override: str, allow_code: bool) -> Grader:
+    """Returns the grader of a source; UserError if there is none, or if it needs reward.allow_code."""
     name, setting = (override, "reward.grader") if override else (source, "data_source")
-    if (reason := _of_pattern(REFUSED, name)) is not None:
+    if (reason := _match_source(REFUSED, name)) is not None:
         raise UserError(f"{setting}={name!r} cannot be graded as verl grades it: {reason}")
     grader = grader_of(name)
     if grader is None:
@@ -172,14 +181,17 @@ def _grader(source: str, override: str, allow_code: bool) -> Grader:
     return grader
 
 
-def refusal(source: str, ground_truth: str, *, override: str = "", tests_in: str = code.STRICT) -> str:
+def refusal(source: str, ground_truth: str, *, override: str = "", tests_in: str = "strict") -> str:
     """Returns why a row cannot be graded and is left out of a run, or ''."""
-    runs_code = grader_of(override or source) in RUNS_CODE
-    return code.refused(ground_truth) if runs_code and tests_in == code.STRICT else ""
+    if grader_of(override or source) not in RUNS_CODE or tests_in != "strict":
+        return ""
+    from jppo.rewards import code
+
+    return code.refusal_reason(ground_truth)
 
 
 def describe_refused(refused: Sequence[str]) -> str:
-    """Returns the line on rows that are left out, by the reasons; '' without any."""
+    """Returns a console line on the rows that a run leaves out; '' without any."""
     if not refused:
         return ""
     return (
@@ -190,16 +202,16 @@ def describe_refused(refused: Sequence[str]) -> str:
 
 def grader_of(source: str) -> Grader | None:
     """Returns the grader of a data source; None without one."""
-    return _of_pattern(GRADERS, source)
+    return _match_source(GRADERS, source)
 
 
-def _of_pattern(table: Mapping[str, V], source: str) -> V | None:
-    """Returns the entry of `source`: by its name, or by a key that ends in *."""
+def _match_source(table: Mapping[str, V], source: str) -> V | None:
     prefixes = (key for key in table if key.endswith("*") and source.startswith(key[:-1]))
     return table.get(source, table.get(next(prefixes, source)))
 
 
-def _safely(grader: Grader, response: str, ground_truth: str) -> Reward:
+def _grade_safely(grader: Grader, response: str, ground_truth: str) -> Reward:
+    """Calls the grader; an exception or a non-finite score becomes a reward with an error."""
     try:
         reward = grader(response, ground_truth)
         if isinstance(reward, Verdict):
@@ -222,8 +234,8 @@ class FunctionPart(Part):
     """
 
     def __init__(self, function: str, *, pool: Pool, decode: Callable[[list[int]], str]):
-        target = _target(function)
-        self.batch = ready(pool, target, f"reward.function={function!r}")
+        target = _function_target(function)
+        self.batch = require_prepared(pool, target, f"reward.function={function!r}")
         self._target, self._pool, self._decode = target, pool, decode
         self._waiting: list[tuple[Sample, Future[Reward]]] = []
         self._lock = threading.Lock()
@@ -231,32 +243,33 @@ class FunctionPart(Part):
     def submit(self, sample: Sample) -> Future[Reward]:
         """Submits the sample to a worker, or keeps it for the batch."""
         if not self.batch:
-            return self._pool.submit(self._target, self._plain(sample), self._read(sample))
+            return self._pool.submit(self._target, self._plain_sample(sample), self._make_reader(sample))
         future: Future[Reward] = Future()
         with self._lock:
             self._waiting.append((sample, future))
         return future
 
     def flush(self) -> None:
-        """Submits the waiting samples to one worker as a batch."""
+        """Submits all waiting samples to one worker as a batch, for a function that scores many at once."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
-        asked, reads = [self._plain(sample) for sample, _ in waiting], [self._read(sample) for sample, _ in waiting]
-        scored = self._pool.submit_batch(self._target, asked, reads)
-        for inner, (_, future) in zip(scored, waiting, strict=True):
-            inner.add_done_callback(functools.partial(_pass_on, future))
+        plain_samples = [self._plain_sample(sample) for sample, _ in waiting]
+        readers = [self._make_reader(sample) for sample, _ in waiting]
+        batch_futures = self._pool.submit_batch(self._target, plain_samples, readers)
+        for inner, (_, future) in zip(batch_futures, waiting, strict=True):
+            inner.add_done_callback(functools.partial(_copy_result, future))
 
-    def _plain(self, sample: Sample) -> dict[str, Any]:
-        """Adds prompt, columns, the number of turns, and the turns' texts to the `extra_info` of a conversation."""
-        of_row = {"prompt": sample.prompt.messages, "columns": sample.prompt.extra}
-        asked = as_plain(sample) | of_row | {"turns": len(sample.turns)}
-        if sample.exchange is None or sample.tokens is None or not isinstance(asked["extra"], Mapping):
-            return asked
+    def _plain_sample(self, sample: Sample) -> dict[str, Any]:
+        """Returns the sample as workers read it, with prompt, columns, turns, and a conversation's texts in `extra`."""
+        row_values = {"prompt": sample.prompt.messages, "columns": sample.prompt.extra}
+        plain = as_plain(sample) | row_values | {"turns": len(sample.turns)}
+        if sample.exchange is None or sample.tokens is None or not isinstance(plain["extra"], Mapping):
+            return plain
         texts = [self._decode(sample.tokens[begin:end].tolist()) for begin, end in sample.turns]
-        return asked | {"extra": {**asked["extra"], "turns": texts}}
+        return plain | {"extra": {**plain["extra"], "turns": texts}}
 
-    def _read(self, sample: Sample) -> Read:
-        return functools.partial(_reward, sample, self._decode)
+    def _make_reader(self, sample: Sample) -> AnswerReader:
+        return functools.partial(_reward_of_answer, sample, self._decode)
 
     def close(self) -> None:
         """Stops the pool's processes; waiting samples become errors."""
@@ -264,12 +277,12 @@ class FunctionPart(Part):
         self.flush()
 
 
-def _pass_on(future: Future[Reward], done: Future[Reward]) -> None:
-    future.set_result(done.result())
+def _copy_result(future: Future[Reward], finished: Future[Reward]) -> None:
+    future.set_result(finished.result())
 
 
-def _reward(sample: Sample, decode: Callable[[list[int]], str], answer: dict[str, Any]) -> Reward:
-    """Returns the reward of a worker's answer, with its amounts on the tokens of the sample."""
+def _reward_of_answer(sample: Sample, decode: Callable[[list[int]], str], answer: dict[str, Any]) -> Reward:
+    """Makes the reward from a worker's answer and places its amounts on the tokens of the sample."""
     unit, amounts = answer.pop("earned", ("", ()))
     if sample.tokens is None:  # a text without tokens, as in checks
         amounts = ()
@@ -282,11 +295,12 @@ def _reward(sample: Sample, decode: Callable[[list[int]], str], answer: dict[str
 
 def require_function(function: str) -> None:
     """Raises a UserError if the file of reward.function is missing or cannot define the function; does not run it."""
-    _, path, name, source = _target(function)
+    _, path, name, source = _function_target(function)
     require_name(source, pathlib.Path(path), name, f"reward.function={function!r}")
 
 
-def _target(function: str) -> Target:
+def _function_target(function: str) -> Target:
+    """Parses reward.function and reads its file; returns the pool's target, UserError if the file cannot be read."""
     file, colon, name = (function, ":", NAME) if function.endswith(".py") else function.rpartition(":")
     if not (colon and file.endswith(".py") and name):
         raise UserError(f"reward.function={function!r} must be PATH.py, or PATH.py:NAME, as in mine.py:{NAME}")
@@ -314,7 +328,7 @@ class OverlongPart(Part):
         self._limits = dict(max_response_length=max_response_length, buffer_tokens=buffer_tokens)
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Returns the score at once."""
+        """Returns the length penalty of the sample."""
         return graded(Reward(overlong(sample.length, **self._limits), {}, error=None))
 
 
@@ -334,9 +348,8 @@ class FormatPart(Part):
         self._pool = pool
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Submits the sample to a worker."""
+        """Submits the sample to a worker, which matches the pattern."""
         return self._pool.submit(self._target, as_plain(sample) | {"extra": None})
 
     def close(self) -> None:
-        """Stops the pool's processes."""
         self._pool.close()

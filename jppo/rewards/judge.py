@@ -29,7 +29,7 @@ from jppo.rewards.judge_client import JudgeClient, JudgeError, JudgeReply
 from jppo.rewards.parts import Part, Sample, failed, graded, pending
 from jppo.types import Reward
 
-_NAMES = ("prompt", "response", "ground_truth")
+_PLACEHOLDER_NAMES = ("prompt", "response", "ground_truth")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _WRAPPED = re.compile(r"<([A-Za-z_]\w*)>(\s*\{\w+\}\s*)</\1>")
 
@@ -43,7 +43,8 @@ class Rubric:
     max_score: float
 
     def __post_init__(self) -> None:
-        unknown = sorted({name for name in _PLACEHOLDER.findall(self.scoring) if name not in _NAMES})
+        """UserError for placeholders that are unknown, missing, or in the system prompt, which is sent unchanged."""
+        unknown = sorted({name for name in _PLACEHOLDER.findall(self.scoring) if name not in _PLACEHOLDER_NAMES})
         if unknown:
             raise UserError(
                 f"reward.judge.scoring_prompt has {{{unknown[0]}}}; known are {{prompt}}, {{response}} and "
@@ -51,7 +52,7 @@ class Rubric:
             )
         if "{response}" not in self.scoring:
             raise UserError("reward.judge.scoring_prompt has no {response}: the judge needs it; add it")
-        misplaced = [name for name in _NAMES if f"{{{name}}}" in self.system]
+        misplaced = [name for name in _PLACEHOLDER_NAMES if f"{{{name}}}" in self.system]
         if misplaced:
             raise UserError(
                 f"reward.judge.system_prompt has {{{misplaced[0]}}} but is sent unchanged; "
@@ -65,20 +66,20 @@ class Rubric:
         """
         prompt = sample.prompt
         scoring = _WRAPPED.sub(rf"<\1-{mark}>\2</\1-{mark}>", self.scoring) if mark else self.scoring
-        texts = dict(prompt=_rendered(prompt.messages), response=sample.text, ground_truth=prompt.ground_truth)
+        texts = dict(prompt=_as_text(prompt.messages), response=sample.text, ground_truth=prompt.ground_truth)
         return _PLACEHOLDER.sub(lambda match: texts[match[1]], scoring)
 
 
 def make_rubric(preset: str, *, system_prompt: str, scoring_prompt: str, max_score: float) -> Rubric:
-    """Returns a preset's prompts, with custom prompts in place of one or both; '' selects the preset's."""
+    """Makes the judge's prompts: those of a preset, with custom ones in place of one or both."""
     if not preset and not scoring_prompt:
         raise UserError(
             "reward.judge.preset and reward.judge.scoring_prompt are both empty: the judge has no prompt; "
             f"set the preset to one of {', '.join(PRESETS)}, or write a scoring_prompt"
         )
     system, scoring = PRESETS.get(preset, ("", ""))
-    asked = f"{scoring}\n\n{_SCALE.replace('MAX', f'{max_score:g}')}"
-    return Rubric(system_prompt or system, scoring_prompt or asked, max_score)
+    preset_scoring = f"{scoring}\n\n{_SCALE.replace('MAX', f'{max_score:g}')}"
+    return Rubric(system_prompt or system, scoring_prompt or preset_scoring, max_score)
 
 
 def read_score(text: str, max_score: float, *, cut: bool = False) -> float:
@@ -95,14 +96,14 @@ def read_score(text: str, max_score: float, *, cut: bool = False) -> float:
     if parsed is None:
         why = "; it was truncated at reward.judge.max_tokens; raise that" if cut else ""
         raise ValueError(f"no score in the reply {text[:200]!r}{why}")
-    score, best = parsed
-    best = max_score if best is None else best
-    if not (best > 0 and math.isfinite(best) and 0 <= score <= best):
-        raise ValueError(f"the score {score:g} is not within 0..{best:g}, in the reply {text[:200]!r}")
-    return score / best
+    score, maximum = parsed
+    maximum = max_score if maximum is None else maximum
+    if not (maximum > 0 and math.isfinite(maximum) and 0 <= score <= maximum):
+        raise ValueError(f"the score {score:g} is not within 0..{maximum:g}, in the reply {text[:200]!r}")
+    return score / maximum
 
 
-def _rendered(messages: str | list[dict[str, str]]) -> str:
+def _as_text(messages: str | list[dict[str, str]]) -> str:
     if isinstance(messages, str):
         return messages
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -124,7 +125,7 @@ _WRITTEN = (
 
 
 def _json_score(text: str) -> tuple[float, float | None] | None:
-    """Returns the last JSON object with a score: quoted ones come first."""
+    """Returns score and maximum (None: not stated) of the last JSON object with a score; earlier ones may be quotes."""
     scores, start = [], text.find("{")
     while start >= 0:
         end = start + 1
@@ -142,24 +143,26 @@ def _json_score(text: str) -> tuple[float, float | None] | None:
 
 
 def _json_number(value: Any) -> tuple[float, float | None]:
+    """Returns score and stated maximum of the JSON value of "score": a number, or a text such as "7/10"."""
     if isinstance(value, float):
         return value, None
-    alone = _ALONE.fullmatch(value) if isinstance(value, str) else None
-    if alone is None:
+    match = _ALONE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
         raise ValueError(f"the reply's score={value!r} is not a number")
-    return _numbers(alone)
+    return _rating_of(match)
 
 
 def _written_score(text: str) -> tuple[float, float | None] | None:
+    """Returns score and stated maximum of a reply without JSON, such as [[7]] or 'Score: 7/10'; None without one."""
     for pattern in _WRITTEN:
         matches = list(pattern.finditer(text))
         if matches:
-            return _numbers(matches[-1])
-    alone = _ALONE.fullmatch(text)
-    return None if alone is None else _numbers(alone)
+            return _rating_of(matches[-1])
+    match = _ALONE.fullmatch(text)
+    return None if match is None else _rating_of(match)
 
 
-def _numbers(match: re.Match[str]) -> tuple[float, float | None]:
+def _rating_of(match: re.Match[str]) -> tuple[float, float | None]:
     return float(match[1]), None if match[2] is None else float(match[2])
 
 
@@ -226,6 +229,7 @@ class JudgePart(Part):
         first_wait_s: float = 2.0,  # before a retry; doubles each time
         longest_wait_s: float = 60.0,
     ):
+        """Starts the event loop in its thread; at most `concurrency` requests are in flight."""
         self._client, self._rubric = client, rubric
         self._retries, self._first_wait_s, self._longest_wait_s = retries, first_wait_s, longest_wait_s
         self._cache = ScoreCache(cache_dir) if cache_dir else None
@@ -257,18 +261,19 @@ class JudgePart(Part):
     def close(self) -> None:
         """Stops requests and connections; waiting samples become errors. May be called twice."""
         with self._lock:
-            first, self._closed = not self._closed, True
-            if first:
-                ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-        if first:
+            is_first_call, self._closed = not self._closed, True
+            if is_first_call:
+                ending = asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop)
+        if is_first_call:
             try:
-                ended.result()
+                ending.result()
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    async def _end(self) -> None:
+    async def _cancel_all(self) -> None:
+        """Cancels all requests and closes the client; runs in the event loop."""
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -288,20 +293,21 @@ class JudgePart(Part):
         future.set_result(failed(error))
 
     async def _score(self, sample: Sample) -> Reward:
+        """Returns the judge's reward for a sample, from the cache or from a request."""
         question = self._rubric.question(sample)  # without the random marks
-        asked = {**self._client.asked, **dataclasses.asdict(self._rubric), "question": question}
+        request = {**self._client.asked, **dataclasses.asdict(self._rubric), "question": question}
         async with self._slots:  # held during retries, so a busy server gets fewer requests
-            score = None if self._cache is None else self._cache.get(asked)
+            score = None if self._cache is None else self._cache.get(request)
             if score is not None:
                 self._count(cache_hits=1)
             else:
-                answer = await self._answer(self._rubric.question(sample, mark=secrets.token_hex(8)))
-                score = self._read(answer)
-                self._remember(asked, score, answer.text)
+                answer = await self._ask_with_retries(self._rubric.question(sample, mark=secrets.token_hex(8)))
+                score = self._score_of_reply(answer)
+                self._cache_score(request, score, answer.text)
         return Reward(score, {"judge_raw": score * self._rubric.max_score}, error=None)
 
-    async def _answer(self, question: str) -> JudgeReply:
-        """Asks the judge, with retries after growing delays."""
+    async def _ask_with_retries(self, question: str) -> JudgeReply:
+        """Returns the judge's reply; failures that may pass are retried after growing delays."""
         for attempt in range(self._retries + 1):
             self._count(requests=1, retries=int(attempt > 0))
             try:
@@ -320,23 +326,25 @@ class JudgePart(Part):
                 return answer
         raise AssertionError("unreachable")
 
-    def _read(self, answer: JudgeReply) -> float:
+    def _score_of_reply(self, answer: JudgeReply) -> float:
+        """Parses the score, from 0 to 1, of a reply; JudgeError if the judge refused or said nothing."""
         if answer.finish in ("content_filter", "refusal"):
             raise JudgeError(f"the judge refused ({answer.finish}): {answer.text[:200]!r}")
         if not answer.text.strip():
             raise JudgeError(f"the judge's reply is empty; it finished with {answer.finish!r}")
         return read_score(answer.text, self._rubric.max_score, cut=answer.finish in ("length", "max_tokens"))
 
-    def _remember(self, asked: Mapping[str, Any], score: float, reply: str) -> None:
+    def _cache_score(self, request: Mapping[str, Any], score: float, reply: str) -> None:
+        """Writes a score to the cache, if there is one; a failure is only counted."""
         try:
             if self._cache is not None:
-                self._cache.put(asked, score, self._client.scrub(reply))
+                self._cache.put(request, score, self._client.scrub(reply))
         except OSError:  # a full disk must not lose a score
             self._count(cache_failures=1)
 
-    def _count(self, **more: int) -> None:
+    def _count(self, **counts: int) -> None:
         with self._lock:
-            self._counts.update(more)
+            self._counts.update(counts)
 
 
 class ScoreCache:
@@ -352,22 +360,22 @@ class ScoreCache:
         except OSError as e:
             raise UserError(f"reward.judge.cache_dir={str(folder)!r} cannot be created: {e}; choose another") from e
 
-    def get(self, asked: Mapping[str, Any]) -> float | None:
-        """Returns the score of an entry, or None."""
+    def get(self, request: Mapping[str, Any]) -> float | None:
+        """Returns the cached score of a request, or None."""
         try:
-            score = json.loads(self._file(asked).read_bytes())["score"]
+            score = json.loads(self._entry_file(request).read_bytes())["score"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        known = isinstance(score, float | int) and not isinstance(score, bool)
-        return float(score) if known and math.isfinite(score) and 0 <= score <= 1 else None
+        is_number = isinstance(score, float | int) and not isinstance(score, bool)
+        return float(score) if is_number and math.isfinite(score) and 0 <= score <= 1 else None
 
-    def put(self, asked: Mapping[str, Any], score: float, reply: str) -> None:
-        """Writes an entry atomically; `reply` is for human readers."""
-        file = self._file(asked)
+    def put(self, request: Mapping[str, Any], score: float, reply: str) -> None:
+        """Writes the score of a request atomically; `reply` is for human readers."""
+        file = self._entry_file(request)
         file.parent.mkdir(exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+        descriptor, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
         try:
-            with open(handle, "w") as f:
+            with open(descriptor, "w") as f:
                 json.dump({"score": score, "reply": reply}, f)
             os.replace(name, file)
         except BaseException:
@@ -375,6 +383,6 @@ class ScoreCache:
                 os.unlink(name)
             raise
 
-    def _file(self, asked: Mapping[str, Any]) -> pathlib.Path:
-        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    def _entry_file(self, request: Mapping[str, Any]) -> pathlib.Path:
+        digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
         return self._folder / digest[:2] / f"{digest[2:]}.json"

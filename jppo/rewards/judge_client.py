@@ -65,22 +65,23 @@ class JudgeClient:
     def __init__(
         self, api_type: str, *, model: str, base_url: str, temperature: float, max_tokens: int, timeout_s: float
     ):
+        """Prepares the client of a provider's SDK; UserError if its key or its package is missing."""
         if not model:
             raise UserError("reward.judge.model is empty; set it to a model name of the judge's server")
         provider = PROVIDERS[api_type]
         self._url = base_url or provider.base_url
-        local = _host(self._url) in _LOCAL
-        key = _key(api_type, self._url, needed=not local)
-        self.scrub = _scrubber(key)
+        is_local = _host(self._url) in _LOCAL
+        key = _read_key(api_type, self._url, needed=not is_local)
+        self.scrub = _make_scrubber(key)
         # everything that an answer depends on, except the question
         self.asked = dict(
             api_type=api_type, base_url=self._url, model=model, temperature=temperature, max_tokens=max_tokens
         )
         self._judge = f"the judge {model} at {self._url}"
         self._timeout_s = timeout_s
-        self._sdk = _sdk(provider.sdk)
+        self._sdk = _import_sdk(provider.sdk)
         options: dict[str, Any] = dict(api_key=key, base_url=self._url, timeout=timeout_s, max_retries=0)
-        if local:  # proxies do not reach it; anthropic's client uses the environment's even without trust_env
+        if is_local:  # proxies do not reach it; anthropic's client uses the environment's even without trust_env
             mounts = dict.fromkeys(("http://", "https://", "all://"))
             client = self._sdk.DefaultAsyncHttpxClient
             options["http_client"] = client(trust_env=False, mounts=mounts, timeout=timeout_s)
@@ -93,7 +94,7 @@ class JudgeClient:
             self._send, self._read = self._send_anthropic, _read_anthropic
 
     async def ask(self, system: str, question: str) -> JudgeReply:
-        """Sends one request with its own deadline."""
+        """Sends one question and returns the reply; any failure or time-out becomes one JudgeError."""
         sdk, forms = self._sdk, frozenset(self._other_forms)
         try:
             async with asyncio.timeout(self._timeout_s):  # the SDK's timeout applies to each read
@@ -101,7 +102,7 @@ class JudgeClient:
         except (TimeoutError, sdk.APITimeoutError) as e:
             raise self._error(f"did not answer within timeout_s={self._timeout_s:g}", again=True) from e
         except sdk.APIStatusError as e:
-            raise self._refused(e, forms) from e
+            raise self._status_error(e, forms) from e
         except sdk.APIConnectionError as e:
             raise self._error(f"broke off, or cannot be reached ({e.__cause__ or e})", again=True) from e
         except (sdk.APIError, ValueError, RecursionError) as e:
@@ -112,48 +113,50 @@ class JudgeClient:
             raise self._error(f"gave an unreadable answer: {reply}") from e
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._client.close()
 
     async def _send_openai(self, system: str, question: str) -> Any:
+        """Sends a chat request by OpenAI's SDK, without arguments that the server has rejected before."""
         limit = "max_completion_tokens" if "max_completion_tokens" in self._other_forms else "max_tokens"
-        more = {"extra_body": {"enable_thinking": False}} if "enable_thinking" in self._other_forms else {}
+        extra = {"extra_body": {"enable_thinking": False}} if "enable_thinking" in self._other_forms else {}
         return await self._client.chat.completions.create(
             model=self.asked["model"],
-            messages=[*([{"role": "system", "content": system}] if system else []), _user(question)],
+            messages=[*([{"role": "system", "content": system}] if system else []), _user_message(question)],
             temperature=self.asked["temperature"],
             **{limit: self.asked["max_tokens"]},
-            **more,
+            **extra,
         )
 
     async def _send_anthropic(self, system: str, question: str) -> Any:
+        """Sends a message request by Anthropic's SDK."""
         return await self._client.messages.create(
             model=self.asked["model"],
-            messages=[_user(question)],
+            messages=[_user_message(question)],
             max_tokens=self.asked["max_tokens"],
             extra_body={"temperature": self.asked["temperature"]},  # not an argument of later SDKs
             **({"system": system} if system else {}),
         )
 
-    def _refused(self, e: Any, forms: frozenset[str]) -> JudgeError:
-        """Returns the error for a status of 400 or more, for a request in these forms."""
-        status, message = e.status_code, _said(e)
-        again = (status in (408, 429) or status >= 500) and "insufficient_quota" not in f"{e.body}"
+    def _status_error(self, e: Any, forms: frozenset[str]) -> JudgeError:
+        """Returns the error for a status of 400 or more; `forms` are those that the failed request used."""
+        status, message = e.status_code, _server_message(e)
+        retryable = (status in (408, 429) or status >= 500) and "insufficient_quota" not in f"{e.body}"
         if status == 400 and self._send == self._send_openai:
-            wanted = {form for form in _OTHER_FORMS if form in message}
-            again = not wanted <= forms
-            self._other_forms |= wanted
-        return self._error(f"answered {status}: {message}", again=again, after_s=_retry_after(e.response.headers))
+            rejected_forms = {form for form in _OTHER_FORMS if form in message}
+            retryable = not rejected_forms <= forms
+            self._other_forms |= rejected_forms
+        return self._error(f"answered {status}: {message}", again=retryable, after_s=_retry_after(e.response.headers))
 
     def _error(self, failure: str, *, again: bool = False, after_s: float = 0.0) -> JudgeError:
         return JudgeError(self.scrub(f"{self._judge} {failure}")[:600], again=again, after_s=after_s)
 
 
-def _user(question: str) -> dict[str, str]:
+def _user_message(question: str) -> dict[str, str]:
     return {"role": "user", "content": question}
 
 
 def _read_openai(reply: Any) -> JudgeReply:
+    """Extracts text, finish reason and token counts from a reply of OpenAI's SDK."""
     choice, usage = reply.choices[0], reply.usage
     refusal = getattr(choice.message, "refusal", None)
     text = refusal or choice.message.content or ""
@@ -168,6 +171,7 @@ def _read_openai(reply: Any) -> JudgeReply:
 
 
 def _read_anthropic(reply: Any) -> JudgeReply:
+    """Extracts text, finish reason and token counts from a reply of Anthropic's SDK."""
     return JudgeReply(
         text="".join(block.text for block in reply.content if block.type == "text"),
         finish=str(reply.stop_reason),
@@ -176,7 +180,7 @@ def _read_anthropic(reply: Any) -> JudgeReply:
     )
 
 
-def _said(e: Any) -> str:
+def _server_message(e: Any) -> str:
     """Returns the server's message in an SDK's status error."""
     body = e.body
     while isinstance(body, Mapping) and (inner := body.get("error") or body.get("message")):
@@ -196,11 +200,12 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 
 def _host(url: str) -> str:
+    """Returns the host name of reward.judge.base_url; UserError if it is no plain http address."""
     if "@" in url or "?" in url:  # the URL is not shown in the error
         raise UserError("reward.judge.base_url contains a password or a query; set keys in the environment")
     try:
-        parts = urllib.parse.urlsplit(url)
-        host = parts.hostname if parts.scheme in ("http", "https") else None
+        url_parts = urllib.parse.urlsplit(url)
+        host = url_parts.hostname if url_parts.scheme in ("http", "https") else None
     except ValueError:
         host = None
     if host is None:
@@ -208,21 +213,22 @@ def _host(url: str) -> str:
     return host
 
 
-def _key(api_type: str, url: str, *, needed: bool) -> str:
-    names = PROVIDERS[api_type].keys
-    keys = [(name, os.environ[name].strip()) for name in names if os.environ.get(name, "").strip()]
-    if not keys and needed:
+def _read_key(api_type: str, url: str, *, needed: bool) -> str:
+    """Returns the API key from the provider's environment variables; UserError if a needed one is missing."""
+    variables = PROVIDERS[api_type].keys
+    set_keys = [(name, os.environ[name].strip()) for name in variables if os.environ.get(name, "").strip()]
+    if not set_keys and needed:
         raise UserError(
-            f"reward.judge.api_type={api_type!r} needs a key for {url}: set {' or '.join(names)} in the environment"
+            f"reward.judge.api_type={api_type!r} needs a key for {url}: set {' or '.join(variables)} in the environment"
         )
-    name, key = keys[0] if keys else ("", _NO_KEY)
+    name, key = set_keys[0] if set_keys else ("", _NO_KEY)
     if not (key.isascii() and key.isprintable()):
         raise UserError(f"the key in {name} contains invalid characters; set it again")
     return key
 
 
-def _scrubber(key: str) -> Callable[[str], str]:
-    """Masks the key in texts, also in the partly masked form in which servers quote it."""
+def _make_scrubber(key: str) -> Callable[[str], str]:
+    """Makes the function that masks the key in texts, also in the partly masked form in which servers quote it."""
     secrets = [
         r"[^\s*]{0,40}\*{3,}\S*",
         *([re.escape(key), re.escape(urllib.parse.quote(key))] if key != _NO_KEY else []),
@@ -231,7 +237,8 @@ def _scrubber(key: str) -> Callable[[str], str]:
     return lambda text: pattern.sub("***", text)
 
 
-def _sdk(name: str) -> Any:
+def _import_sdk(name: str) -> Any:
+    """Imports the provider's SDK; UserError with the install command if it is missing."""
     try:
         if name == "openai":
             import openai

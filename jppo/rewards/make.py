@@ -1,20 +1,16 @@
 """Reward parts from the settings: which exist, their weights, where they run."""
 
 import functools
-import pathlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jppo.data.tokenizer import decode, load_tokenizer
+from jppo.data.tokenizer import decode
 from jppo.distributed.hosts import ALONE, Hosts, own_folder
 from jppo.errors import UserError, expanded
-from jppo.learner import sharding, state
-from jppo.models import fused, hf, sequence_parallel
-from jppo.models.decoder import attention_settings
+from jppo.learner import sharding
 from jppo.registry import did_you_mean
-from jppo.rewards.classifier import Classifier, JaxRewardModel, choose_engine, converted, located, read_classifier
 from jppo.rewards.graders import (
     FormatPart,
     FunctionPart,
@@ -24,10 +20,6 @@ from jppo.rewards.graders import (
     refusal,
     require_function,
 )
-from jppo.rewards.judge import OPEN_ENDED, JudgePart, Rubric, make_rubric
-from jppo.rewards.judge_client import JudgeClient
-from jppo.rewards.model import ModelPart, Normalizer, StepPart, Texts
-from jppo.rewards.model_process import TransformersRewardModel, VllmRewardModel
 from jppo.rewards.parts import (
     AGENT,
     ENVIRONMENT,
@@ -43,7 +35,6 @@ from jppo.rewards.parts import (
     parse_weights,
 )
 from jppo.rewards.pool import Pool
-from jppo.rollout.vllm.arguments import check_vllm
 from jppo.settings import Settings
 from jppo.settings.parts import estimate_setting, estimator
 from jppo.settings.texts import entries
@@ -61,13 +52,13 @@ def make_reward_sum(
     sources: Sequence[str],
     tool_rewards: bool = False,
 ) -> RewardSum:
-    """Makes every configured part and starts some processes; raises UserError for missing requirements.
+    """Makes the run's reward from the settings: parts, their processes and weights; UserError if one lacks something.
 
     Each host grades its own samples on its own part of the mesh.
     """
     mesh = sharding.own_part(mesh)
     r, log = c.reward, own_folder(hosts, expanded(c.trainer.run_dir))
-    names, weights, used = _plan(c, sources, tool_rewards)
+    names, weights, parts_of_source = _plan_parts(c, sources, tool_rewards)
 
     @functools.cache
     def pool() -> Pool:  # one for all parts, closed with any of them
@@ -75,14 +66,24 @@ def make_reward_sum(
         return Pool(r.workers, timeout_s=r.timeout_s, memory_bytes=r.memory_bytes, log=log / "reward.log")
 
     def rules() -> Part:
-        options = dict[str, Any](**_choice(c), tests_in=r.code.tests)
-        return RulePart(_of_rules(used), **options, sandbox=r.sandbox_choice, pool=pool())
+        options = dict[str, Any](**_grader_options(c), tests_in=r.code.tests)
+        return RulePart(_sources_with_rules(parts_of_source), **options, sandbox=r.sandbox_choice, pool=pool())
+
+    def judge() -> Part:
+        from jppo.rewards.make_models import make_judge
+
+        return make_judge(r.judge)
+
+    def model() -> Part:
+        from jppo.rewards.make_models import make_reward_model
+
+        return make_reward_model(r.model, tokenizer, mesh, log)
 
     makers: dict[str, Callable[[], Part]] = {
         _RULES: rules,
         _FUNCTION: lambda: FunctionPart(r.function, pool=pool(), decode=functools.partial(decode, tokenizer)),
-        "judge_score": lambda: make_judge(c),
-        "rm_score": lambda: make_reward_model(c, tokenizer, mesh, log),
+        "judge_score": judge,
+        "rm_score": model,
         "length_score": lambda: OverlongPart(
             max_response_length=c.data.max_response_length, buffer_tokens=r.overlong_buffer_tokens
         ),
@@ -90,15 +91,15 @@ def make_reward_sum(
         **dict.fromkeys(TURNS, ConversationPart),
         TOOLS: lambda: ConversationPart(tools=True),
     }
-    wanted = [name for name in names if any(name in parts for parts in used.values())]
-    made: dict[str, Part] = {}
+    needed_names = [name for name in names if any(name in parts for parts in parts_of_source.values())]
+    built_parts: dict[str, Part] = {}
     try:
-        for name in wanted:
-            made[name] = makers[name]()
+        for name in needed_names:
+            built_parts[name] = makers[name]()
     except BaseException:
-        RewardSum(made, weights, score_on_error=None).close()
+        RewardSum(built_parts, weights, score_on_error=None).close()
         raise
-    return RewardSum(made, weights, score_on_error=r.score_on_error)
+    return RewardSum(built_parts, weights, score_on_error=r.score_on_error)
 
 
 def require_parts(c: Settings, sources: Sequence[str], *, trained: Collection[str], tool_rewards: bool = False) -> None:
@@ -106,23 +107,24 @@ def require_parts(c: Settings, sources: Sequence[str], *, trained: Collection[st
 
     `trained`: the sources of the training rows.
     """
-    _, _, used = _plan(c, sources, tool_rewards)
-    graders_for(_of_rules(used), **_choice(c))
-    if any(_FUNCTION in weighted for weighted in used.values()):
+    _, _, parts_of_source = _plan_parts(c, sources, tool_rewards)
+    graders_for(_sources_with_rules(parts_of_source), **_grader_options(c))
+    if any(_FUNCTION in weighted for weighted in parts_of_source.values()):
         require_function(c.reward.function)
     values = {"judge_score": ("judge_raw",), "rm_score": ("steps" if c.reward.model.step_aggregation else "rm_raw",)}
     for source in sorted(trained):
-        for setting, name in _parts_of_estimator(c):
+        for setting, name in _estimator_parts(c):
             part, slash, value = name.partition("/")
-            of_part = values.get(part, ())
-            if part not in used[source] or (slash and part not in (_RULES, _FUNCTION) and value not in of_part):
-                raise _no_part(setting, name, source, [*used[source], *(f"{part}/{known}" for known in of_part)])
+            value_names = values.get(part, ())
+            parts = parts_of_source[source]
+            if part not in parts or (slash and part not in (_RULES, _FUNCTION) and value not in value_names):
+                raise _unknown_part(setting, name, source, [*parts, *(f"{part}/{known}" for known in value_names)])
     metric = c.algorithm.filter_groups_metric
-    known = dict.fromkeys([SCORE, *(part for source in trained for part in used[source])])
-    if c.algorithm.filter_groups and trained and metric.partition("/")[0] not in known:
+    part_names = dict.fromkeys([SCORE, *(part for source in trained for part in parts_of_source[source])])
+    if c.algorithm.filter_groups and trained and metric.partition("/")[0] not in part_names:
         raise UserError(
             f"algorithm.filter_groups_metric={metric!r} is no part of this run's reward; it is one of"
-            f" {', '.join(map(repr, known))}{did_you_mean(metric, known)}"
+            f" {', '.join(map(repr, part_names))}{did_you_mean(metric, part_names)}"
         )
 
 
@@ -131,35 +133,36 @@ def require_values(c: Settings, reward_sum: RewardSum, prompts: Sequence[Prompt]
 
     They score an empty response to the first prompt of each source.
     """
-    first = {prompt.data_source: prompt for prompt in reversed(prompts)}
-    for setting, name in _parts_of_estimator(c):
+    first_prompts = {prompt.data_source: prompt for prompt in reversed(prompts)}
+    for setting, name in _estimator_parts(c):
         part, slash, value = name.partition("/")
         if not slash or part not in (_RULES, _FUNCTION):
             continue
-        for source, prompt in sorted(first.items()):
+        for source, prompt in sorted(first_prompts.items()):
             future = reward_sum.parts[part].submit(Sample(prompt, "", 0, "stop"))
             reward_sum.parts[part].flush()
             reward = future.result()
             if reward.error is None and value not in reward.parts:
-                raise _no_part(setting, name, source, [part, *(f"{part}/{known}" for known in reward.parts)])
+                raise _unknown_part(setting, name, source, [part, *(f"{part}/{known}" for known in reward.parts)])
 
 
-def _parts_of_estimator(c: Settings) -> Iterator[tuple[str, str]]:
-    """Yields the parts of the reward that the estimator reads in place of the score, with the setting of each."""
+def _estimator_parts(c: Settings) -> Iterator[tuple[str, str]]:
+    """Yields (setting, part) for the parts of the reward that the estimator reads in place of the score."""
     a = c.algorithm
     for name in estimator(c).parts:
         by_keys = name in entries(a.gdpo_reward_keys)
         yield f"algorithm.gdpo_reward_keys={a.gdpo_reward_keys!r}" if by_keys else estimate_setting(c), name
 
 
-def _no_part(setting: str, name: str, source: str, known: Sequence[str]) -> UserError:
+def _unknown_part(setting: str, name: str, source: str, names: Sequence[str]) -> UserError:
+    """Returns the error for a setting that names a part or value which the source's reward lacks."""
     return UserError(
-        f"{setting}: {name!r} is no part of a reward, whose parts are {', '.join(known)} for data_source={source!r};"
-        f" name those{did_you_mean(name, known)}"
+        f"{setting}: {name!r} is no part of a reward, whose parts are {', '.join(names)} for data_source={source!r};"
+        f" name those{did_you_mean(name, names)}"
     )
 
 
-def _plan(
+def _plan_parts(
     c: Settings, sources: Sequence[str], tool_rewards: bool
 ) -> tuple[list[str], PartWeights, dict[str, dict[str, float]]]:
     """Returns the configured parts, their weights, and the weighted parts of each source."""
@@ -168,20 +171,20 @@ def _plan(
     return names, weights, _used_parts(weights, c.reward.weights, sources)
 
 
-def _of_rules(used: Mapping[str, Mapping[str, float]]) -> list[str]:
-    return [source for source, parts in used.items() if _RULES in parts]
+def _sources_with_rules(parts_of_source: Mapping[str, Mapping[str, float]]) -> list[str]:
+    return [source for source, parts in parts_of_source.items() if _RULES in parts]
 
 
-def _choice(c: Settings) -> dict[str, Any]:
+def _grader_options(c: Settings) -> dict[str, Any]:
     return dict(override=c.reward.grader, allow_code=c.reward.allow_code)
 
 
 def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
     """Returns the names of the parts that the settings ask for."""
     r, talk, agent = c.reward, c.rollout.multi_turn, c.rollout.agent
-    own = talk.environment or (agent and c.rollout.agent_reward != "graders")
-    asked = {
-        _RULES: not r.function and (bool(r.grader) or not own),  # these replace the rules
+    has_own_reward = talk.environment or (agent and c.rollout.agent_reward != "graders")
+    configured = {
+        _RULES: not r.function and (bool(r.grader) or not has_own_reward),  # these replace the rules
         _FUNCTION: bool(r.function),
         "judge_score": bool(r.judge.api_type),
         "rm_score": bool(r.model.path),
@@ -192,11 +195,11 @@ def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
         INTERACTION: bool(talk.interaction),
         TOOLS: tool_rewards,
     }
-    return [name for name, there in asked.items() if there]
+    return [name for name, is_configured in configured.items() if is_configured]
 
 
 def make_refusal(c: Settings) -> Callable[[str, str], str]:
-    """Makes the function of data source and ground truth that returns why a row is left out, or ''."""
+    """Makes the function (data source, ground truth) that returns why a row cannot be graded, or ''."""
     weights = parse_weights(c.reward.weights, _configured_parts(c, tool_rewards=True), optional=[_RULES, TOOLS])
 
     def refuse(source: str, ground_truth: str) -> str:
@@ -211,113 +214,26 @@ def needed_columns(c: Settings, tool_rewards: bool = False) -> tuple[str, ...]:
     """Returns the columns besides the prompt that the reward reads: ground_truth, data_source, both or none."""
     names = _configured_parts(c, tool_rewards)
     weights = parse_weights(c.reward.weights, names, optional=[_RULES])
-    computed = {part for part, weight in weights.general.items() if weight is not None}
-    computed |= {part for (_, part), weight in weights.of_source.items() if weight is not None}
-    rules, judge = _RULES in computed, "judge_score" in computed and "{ground_truth}" in _rubric(c).scoring
-    judge = judge and bool(c.reward.judge.scoring_prompt or c.reward.judge.preset not in OPEN_ENDED)
-    return ("ground_truth",) * (rules or judge) + ("data_source",) * (rules and not c.reward.grader)
+    computed_parts = {part for part, weight in weights.general.items() if weight is not None}
+    computed_parts |= {part for (_, part), weight in weights.of_source.items() if weight is not None}
+    by_rules, by_judge = _RULES in computed_parts, "judge_score" in computed_parts
+    if by_judge:
+        from jppo.rewards.make_models import asks_for_truth
+
+        by_judge = asks_for_truth(c.reward.judge)
+    return ("ground_truth",) * (by_rules or by_judge) + ("data_source",) * (by_rules and not c.reward.grader)
 
 
-def _used_parts(weights: PartWeights, text: str, sources: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Returns the parts of each source; UserError for weights of other sources, and for sources without any."""
-    used = {source: weights.of(source) for source in sources}
+def _used_parts(weights: PartWeights, setting: str, sources: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Returns the weighted parts by source; UserError for weights of unknown sources and for sources without a part."""
+    parts_of_source = {source: weights.of(source) for source in sources}
     for source, part in weights.of_source:
-        if source not in used:
+        if source not in parts_of_source:
             raise UserError(
-                f"reward.weights={text!r}: no row has data_source={source!r}, for which it weighs {part}; the"
-                f" sources are {', '.join(used)}"
+                f"reward.weights={setting!r}: no row has data_source={source!r}, for which it weighs {part}; the"
+                f" sources are {', '.join(parts_of_source)}"
             )
-    for source, parts in used.items():
+    for source, parts in parts_of_source.items():
         if not parts:
-            raise UserError(f"reward.weights={text!r} leaves data_source={source!r} without any part; give it one")
-    return used
-
-
-def make_judge(c: Settings) -> JudgePart:
-    """Makes the judge and its client."""
-    j = c.reward.judge
-    client = JudgeClient(
-        j.api_type,
-        model=j.model,
-        base_url=j.base_url,
-        temperature=j.temperature,
-        max_tokens=j.max_tokens,
-        timeout_s=j.timeout_s,
-    )
-    return JudgePart(client, _rubric(c), concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
-
-
-def _rubric(c: Settings) -> Rubric:
-    j = c.reward.judge
-    return make_rubric(j.preset, system_prompt=j.system_prompt, scoring_prompt=j.scoring_prompt, max_score=j.max_score)
-
-
-def make_reward_model(c: Settings, policy_tokenizer: Any, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:
-    """Makes the reward model and its engine."""
-    m = c.reward.model
-    tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
-    directory = converted(located(m.path), python=m.python, steps=steps)
-    classifier = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, directory=directory, steps=steps)
-    texts = Texts(tokenizer, max_length=m.max_length)
-    engines = {"jax": _by_jax, "transformers": _by_transformers, "vllm": _by_vllm}
-    scorer = engines[choose_engine(m.engine, classifier.model_type)](c, classifier, mesh, log)
-    if steps:
-        return StepPart(
-            scorer,
-            texts,
-            batch_size=m.batch_size,
-            aggregation=m.step_aggregation,
-            delimiter=m.step_delimiter,
-            mark=m.step_token or m.step_delimiter,
-            decode=functools.partial(decode, policy_tokenizer),
-        )
-    normalizer = Normalizer() if m.normalize else None
-    return ModelPart(scorer, texts, batch_size=m.batch_size, normalizer=normalizer, clip=m.clip)
-
-
-def _by_jax(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
-    m = c.reward.model
-    _, cfg = hf.read_config(classifier.directory, longest=m.max_length)
-    needs = fused.Needs(
-        **attention_settings(cfg),
-        head_dim=cfg.kernel_dim,
-        dtype=m.dtype,
-        one_segment=True,
-        longest=m.max_length,
-        sinks=cfg.sinks,
-    )
-    gpu = fused.capability(mesh.devices.flat[0])
-    kernel, _ = fused.choose_kernel("auto", needs, backend=sharding.platform(mesh), gpu=gpu)
-    return JaxRewardModel(
-        classifier,
-        batch_size=m.batch_size,
-        max_length=m.max_length,
-        dtype=m.dtype,
-        shardings=state.model_weights(cfg, mesh, head="trunk", param_dtype=m.dtype).shardings,
-        rows=sharding.whole_rows_sharding(mesh),
-        attend=fused.make_attention(kernel, needs, mesh=mesh, split=sequence_parallel.WHOLE),
-    )
-
-
-def _by_transformers(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
-    m = c.reward.model
-    log.mkdir(parents=True, exist_ok=True)
-    return TransformersRewardModel(
-        classifier, log=log / "reward_model.log", python=m.python, device=m.device, dtype=m.dtype, threads=m.threads
-    )
-
-
-def _by_vllm(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
-    m = c.reward.model
-    log.mkdir(parents=True, exist_ok=True)
-    return VllmRewardModel(
-        classifier,
-        build=check_vllm(m.python, "reward.model.python"),
-        batch_size=m.batch_size,
-        max_length=m.max_length,
-        log=log / "reward_model.log",
-        python=m.python,
-        dtype=m.dtype,
-        threads=m.threads,
-        gpu_memory_utilization=m.gpu_memory_utilization,
-    )
+            raise UserError(f"reward.weights={setting!r} leaves data_source={source!r} without any part; give it one")
+    return parts_of_source

@@ -20,7 +20,7 @@ from jppo.rewards.earned import step_ends
 from jppo.rewards.parts import Sample, at_characters, failed, pending
 from jppo.types import Reward
 
-_PLACE = "said-by-the-policy"
+_RESPONSE_MARK = "said-by-the-policy"
 # Aggregates of the first, the first two, ... of the steps' probabilities [K]: [K].
 _AGGREGATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "last": lambda p: p,
@@ -50,7 +50,7 @@ class Scorer(Protocol):
 class StepScorer(Scorer, Protocol):
     """A token classifier."""
 
-    def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score_at(self, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the log-odds of each text at its places."""
         ...
 
@@ -63,7 +63,7 @@ class Texts:
     """
 
     def __init__(self, tokenizer: Any, *, max_length: int):
-        """Takes the reward model's own tokenizer and sets its truncation side."""
+        """Takes the reward model's own `tokenizer`; texts over `max_length` tokens lose their beginning."""
         if max_length < 1:
             raise UserError(f"reward.model.max_length={max_length} must be 1 or more")
         tokenizer.truncation_side = "left"
@@ -71,7 +71,7 @@ class Texts:
         self._lock = threading.Lock()  # truncation changes a fast tokenizer's state
 
     def render(self, sample: Sample) -> tuple[str, bool]:
-        """Returns the text, and whether it already has its special tokens."""
+        """Returns prompt and response as one text, and whether it already has its special tokens."""
         messages = sample.prompt.messages
         if isinstance(messages, str):
             return messages + sample.text, False
@@ -81,41 +81,42 @@ class Texts:
         return self._tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False), True
 
     def read(self, sample: Sample) -> tuple[list[int], bool]:
-        """Returns the tokens, and whether they were truncated; the end of a long text is kept."""
-        encoded, cut = self._encoded(*self.render(sample))
-        return list(encoded["input_ids"]), cut
+        """Returns the tokens of prompt and response, and whether they were truncated, which keeps a long text's end."""
+        encoded, truncated = self._encode(*self.render(sample))
+        return list(encoded["input_ids"]), truncated
 
     def read_marked(self, sample: Sample, pieces: Sequence[str]) -> tuple[list[int], list[int], bool]:
-        """Like `read`, of a response of such pieces; the second result is the token that ends each piece.
+        """Tokenises prompt and a response in pieces; returns ids, each piece's last token, and whether it was cut.
 
         The chat template does not see the response, which some templates change.
         """
-        text, whole = self.render(dataclasses.replace(sample, text=_PLACE))
-        before, placeholder, after = text.rpartition(_PLACE)
+        text, has_special_tokens = self.render(dataclasses.replace(sample, text=_RESPONSE_MARK))
+        prefix, placeholder, suffix = text.rpartition(_RESPONSE_MARK)
         if not placeholder:
             raise ValueError("the chat template of the reward model omits the response; remove the template")
-        encoded, cut = self._encoded("".join([before, *pieces, after]), whole, return_offsets_mapping=True)
+        whole_text = "".join([prefix, *pieces, suffix])
+        encoded, truncated = self._encode(whole_text, has_special_tokens, return_offsets_mapping=True)
         spans = [(begin, i) for i, (begin, end) in enumerate(encoded["offset_mapping"]) if begin < end]
-        ends = (len(before) + length for length in itertools.accumulate(map(len, pieces)))
-        inside = [bisect.bisect_left(spans, (end,)) - 1 for end in ends]  # the last token that begins before the end
-        if lost := inside.count(-1):
+        ends = (len(prefix) + length for length in itertools.accumulate(map(len, pieces)))
+        last_tokens = [bisect.bisect_left(spans, (end,)) - 1 for end in ends]  # the last that begins before the end
+        if lost := last_tokens.count(-1):
             raise ValueError(
                 f"truncation to reward.model.max_length={self._max_length} removes {lost} of {len(pieces)} steps; raise"
                 " it, or lower data.max_response_length"
             )
-        return list(encoded["input_ids"]), [spans[k][1] for k in inside], cut
+        return list(encoded["input_ids"]), [spans[k][1] for k in last_tokens], truncated
 
-    def _encoded(self, text: str, whole: bool, **options: Any) -> tuple[Mapping[str, Any], bool]:
-        """Tokenises a text, which may have its special tokens; the second result: whether it was truncated."""
-        options |= dict(add_special_tokens=not whole, verbose=False)
+    def _encode(self, text: str, has_special_tokens: bool, **options: Any) -> tuple[Mapping[str, Any], bool]:
+        """Tokenises a text; the second result says whether it was truncated."""
+        options |= dict(add_special_tokens=not has_special_tokens, verbose=False)
         with self._lock:
             encoded = self._tokenizer(text, **options)
-            cut = len(encoded["input_ids"]) > self._max_length
-            if cut:  # again by the tokenizer, which keeps the special tokens that it adds
+            truncated = len(encoded["input_ids"]) > self._max_length
+            if truncated:  # again by the tokenizer, which keeps the special tokens that it adds
                 encoded = self._tokenizer(text, truncation=True, max_length=self._max_length, **options)
         if not encoded["input_ids"]:
             raise ValueError("the tokenizer of the reward model returns no tokens for the text")
-        return encoded, cut
+        return encoded, truncated
 
 
 class Normalizer:
@@ -129,7 +130,7 @@ class Normalizer:
         self.count = self.mean = self.squares = 0.0
 
     def update(self, raw: np.ndarray) -> None:
-        """Adds a batch of scores; the order does not matter."""
+        """Updates mean and deviation by a batch of scores, in any order."""
         if raw.size == 0:
             return
         raw = np.sort(raw.astype(np.float64))
@@ -140,7 +141,7 @@ class Normalizer:
         self.count = count
 
     def apply(self, raw: np.ndarray) -> np.ndarray:
-        """Returns (raw - mean) / std in f64; 0 if all scores so far are equal."""
+        """Normalises scores: (raw - mean) / std in f64; 0 if all scores so far are equal."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
         return (raw.astype(np.float64) - self.mean) / max(std, 1e-8)
 
@@ -149,7 +150,6 @@ class Normalizer:
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Restores a state."""
         self.count, self.mean, self.squares = (float(state[key]) for key in ("count", "mean", "squares"))
 
 
@@ -171,43 +171,44 @@ class ModelPart:
         clip: float | None = None,
         learn: bool = True,
     ):
+        """Takes the model and its input; `clip` bounds the scores; without `learn` the normalizer is only read."""
         self._model, self._texts = model, texts
         self._batch_size, self._normalizer, self._clip, self._learn = batch_size, normalizer, clip, learn
         self._lock = threading.Lock()
         self._closed = False
-        self._waiting: list[tuple[Sample, Future[Reward]]] = []  # not yet a whole batch
-        self._open: set[Future[Reward]] = set()  # unresolved
+        self._unsent: list[tuple[Sample, Future[Reward]]] = []  # not yet a whole batch
+        self._unresolved: set[Future[Reward]] = set()  # unresolved
         self._scored: list[tuple[Future[Reward], float]] = []  # to be normalised; owned by the thread
-        self._cut = 0  # truncated texts since the last call of `metrics`
+        self._truncated_count = 0  # truncated texts since the last call of `metrics`
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")  # one worker keeps batches in order
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Like Part.submit: the sample waits for a whole batch, or for `flush`."""
+        """Queues the sample for the next whole batch, or for `flush`; returns the future of its reward."""
         future: Future[Reward] = pending()
         with self._lock:
             if self._closed:
                 future.set_result(failed("the reward model is closed"))
                 return future
-            self._open.add(future)
-            self._waiting.append((sample, future))
-            if len(self._waiting) == self._batch_size:
-                self._send()
+            self._unresolved.add(future)
+            self._unsent.append((sample, future))
+            if len(self._unsent) == self._batch_size:
+                self._send_batch()
         return future
 
     def flush(self) -> None:
-        """Like Part.flush; returns at once."""
+        """Sends the queued samples as a last batch and has all scores normalised; returns at once."""
         with self._lock:
             if self._closed:
                 return
-            self._send()
+            self._send_batch()
             if self._normalizer is not None:
                 self._thread.submit(self._normalise)
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of truncated texts since the last call."""
         with self._lock:
-            cut, self._cut = self._cut, 0
-        return {"reward/rm_cut": float(cut)}
+            truncated_count, self._truncated_count = self._truncated_count, 0
+        return {"reward/rm_cut": float(truncated_count)}
 
     def ready(self) -> None:
         """Waits for a model that loads in its own process; UserError if that fails."""
@@ -232,48 +233,50 @@ class ModelPart:
     def close(self) -> None:
         """Closes the model; samples without a score fail."""
         with self._lock:
-            self._closed, self._waiting = True, []
+            self._closed, self._unsent = True, []
         self._model.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
-        for future in list(self._open):
+        for future in list(self._unresolved):
             self._resolve(future, failed("the reward model was closed before it had scored this"))
 
-    def _send(self) -> None:
-        batch, self._waiting = self._waiting, []
+    def _send_batch(self) -> None:
+        """Hands the unsent samples to the scoring thread as one batch; the caller holds the lock."""
+        batch, self._unsent = self._unsent, []
         if batch:
-            self._thread.submit(self._score, batch)
+            self._thread.submit(self._score_batch, batch)
 
-    def _score(self, batch: list[tuple[Sample, Future[Reward]]]) -> None:
-        read: list[tuple[Future[Reward], Any]] = []
+    def _score_batch(self, batch: list[tuple[Sample, Future[Reward]]]) -> None:
+        """Scores a batch in the scoring thread; a failure becomes an error of its samples."""
+        inputs: list[tuple[Future[Reward], Any]] = []
         for sample, future in batch:
             try:
-                asked, cut = self._read(sample)
+                model_input, truncated = self._model_input(sample)
             except Exception as e:  # a template that refuses the messages is an error of this sample only
                 self._resolve(future, failed(f"{type(e).__name__}: {e}"))
                 continue
-            read.append((future, asked))
+            inputs.append((future, model_input))
             with self._lock:
-                self._cut += cut
+                self._truncated_count += truncated
         try:
-            raw = self._scores([asked for _, asked in read]) if read else []
-            if len(raw) != len(read):
-                raise ScoringError(f"the reward model gave {len(raw)} scores for {len(read)} texts")
+            scores = self._score_inputs([each_input for _, each_input in inputs]) if inputs else []
+            if len(scores) != len(inputs):
+                raise ScoringError(f"the reward model gave {len(scores)} scores for {len(inputs)} texts")
         except Exception as e:  # an exception is an error of every sample in the batch
             error = str(e) if isinstance(e, ScoringError) else f"{type(e).__name__}: {e}"
-            for future, _ in read:
+            for future, _ in inputs:
                 self._resolve(future, failed(error))
             return
-        for (future, asked), score in zip(read, raw, strict=True):
-            self._finish(future, asked, score)
+        for (future, model_input), score in zip(inputs, scores, strict=True):
+            self._finish_score(future, model_input, score)
 
-    def _read(self, sample: Sample) -> tuple[Any, bool]:
+    def _model_input(self, sample: Sample) -> tuple[Any, bool]:
         """Returns the model's input for a sample, and whether it was truncated."""
         return self._texts.read(sample)
 
-    def _scores(self, asked: Sequence[Any]) -> Sequence[Any]:
-        return self._model.score(asked)
+    def _score_inputs(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        return self._model.score(inputs)
 
-    def _finish(self, future: Future[Reward], asked: Any, score: Any) -> None:
+    def _finish_score(self, future: Future[Reward], model_input: Any, score: Any) -> None:
         """Resolves the future by the model's score, or keeps the score for `_normalise`."""
         if not math.isfinite(score):
             self._resolve(future, failed(f"the reward model's score is {score}; it must be a finite number"))
@@ -283,35 +286,36 @@ class ModelPart:
             self._resolve(future, self._reward(score, score))
 
     def _normalise(self) -> None:
-        """Runs after all earlier batches."""
+        """Normalises and resolves all scores since the last flush; runs after all earlier batches."""
         assert self._normalizer is not None
-        scored, self._scored = self._scored, []
-        raw = np.array([score for _, score in scored], np.float64)
+        scored_futures, self._scored = self._scored, []
+        scores = np.array([score for _, score in scored_futures], np.float64)
         normalizer = self._normalizer
         if self._learn:
-            normalizer.update(raw)
+            normalizer.update(scores)
         elif not normalizer.count:
             normalizer = Normalizer()
-            normalizer.update(raw)
-        for (future, score), value in zip(scored, normalizer.apply(raw), strict=True):
+            normalizer.update(scores)
+        for (future, score), value in zip(scored_futures, normalizer.apply(scores), strict=True):
             self._resolve(future, self._reward(float(value), score))
 
     def _reward(self, score: float, raw: float) -> Reward:
+        """Returns the reward with a clipped score and the unnormalised one."""
         if self._clip is not None:
             score = min(max(score, -self._clip), self._clip)
         return Reward(score=score, parts={"rm_raw": raw}, error=None)
 
     def _resolve(self, future: Future[Reward], reward: Reward) -> None:
-        self._open.discard(future)
+        self._unresolved.discard(future)
         future.set_result(reward)
 
 
 @dataclasses.dataclass(frozen=True)
 class MarkedSteps:
-    """A response for the model."""
+    """The steps of a response as the model reads them, each followed by the mark."""
 
     ids: list[int]
-    places: list[int]  # among the ids: the last token of each step's mark
+    positions: list[int]  # among the ids: the last token of each step's mark
     earn_at: list[int]  # tokens of the response that end its steps; none for a text without tokens
 
 
@@ -335,33 +339,36 @@ class StepPart(ModelPart):
         mark: str,
         decode: Callable[[list[int]], str],
     ):
-        """`decode` is the policy's tokenizer; `mark` follows each step in the model's input."""
+        """`mark` follows each step in the model's input, split at `delimiter`; `decode` is the policy's tokenizer's."""
         super().__init__(model, texts, batch_size=batch_size)
-        self._steps, self._decode = model, decode
-        self._running, self._delimiter, self._mark = _AGGREGATIONS[aggregation], delimiter, mark
+        self._step_model, self._decode = model, decode
+        self._aggregate, self._delimiter, self._mark = _AGGREGATIONS[aggregation], delimiter, mark
 
     def testing(self) -> "StepPart":
         """Returns the part itself: it has no statistics."""
         return self
 
-    def _read(self, sample: Sample) -> tuple[MarkedSteps, bool]:
-        pieces = [piece for piece in sample.text.split(self._delimiter) if piece.strip()]
+    def _model_input(self, sample: Sample) -> tuple[MarkedSteps, bool]:
+        """Returns the steps of a response with a mark after each, as tokens, and whether they were truncated."""
+        steps = [piece for piece in sample.text.split(self._delimiter) if piece.strip()]
         tokens = [] if sample.tokens is None else sample.tokens.tolist()
-        ends = tuple((end, 0.0) for end in step_ends(sample.text, self._delimiter))
-        ids, places, cut = self._texts.read_marked(sample, [piece + self._mark for piece in pieces])
-        return MarkedSteps(ids, places, [token for token, _ in at_characters(ends, tokens, self._decode)]), cut
+        end_amounts = tuple((end, 0.0) for end in step_ends(sample.text, self._delimiter))
+        ids, mark_positions, truncated = self._texts.read_marked(sample, [piece + self._mark for piece in steps])
+        end_tokens = [token for token, _ in at_characters(end_amounts, tokens, self._decode)]
+        return MarkedSteps(ids, mark_positions, end_tokens), truncated
 
-    def _scores(self, asked: Sequence[MarkedSteps]) -> list[list[float]]:
-        return self._steps.score_at([marked.ids for marked in asked], [marked.places for marked in asked])
+    def _score_inputs(self, inputs: Sequence[MarkedSteps]) -> list[list[float]]:
+        return self._step_model.score_at([steps.ids for steps in inputs], [steps.positions for steps in inputs])
 
-    def _finish(self, future: Future[Reward], asked: MarkedSteps, odds: Any) -> None:
-        if len(odds) != len(asked.places):
-            reward = failed(f"the reward model gave {len(odds)} scores for {len(asked.places)} steps")
-        elif not all(map(math.isfinite, odds)):
-            reward = failed(f"the reward model's scores of the steps are {odds}; they must be finite numbers")
+    def _finish_score(self, future: Future[Reward], steps: MarkedSteps, log_odds: Any) -> None:
+        """Resolves the future by the log-odds of the steps: each earns its change of the aggregate."""
+        if len(log_odds) != len(steps.positions):
+            reward = failed(f"the reward model gave {len(log_odds)} scores for {len(steps.positions)} steps")
+        elif not all(map(math.isfinite, log_odds)):
+            reward = failed(f"the reward model's scores of the steps are {log_odds}; they must be finite numbers")
         else:
-            good = 0.5 * (1.0 + np.tanh(0.5 * np.array(odds, np.float64)))  # σ without overflow
-            amounts = np.diff(self._running(good), prepend=0.0).tolist()
-            earned = tuple(zip(asked.earn_at, amounts, strict=True)) if asked.earn_at else ()
+            probabilities = 0.5 * (1.0 + np.tanh(0.5 * np.array(log_odds, np.float64)))  # σ without overflow
+            amounts = np.diff(self._aggregate(probabilities), prepend=0.0).tolist()
+            earned = tuple(zip(steps.earn_at, amounts, strict=True)) if steps.earn_at else ()
             reward = Reward(math.fsum(amounts), {"steps": float(len(amounts))}, error=None, earned=earned)
         self._resolve(future, reward)

@@ -25,34 +25,35 @@ from typing import IO, Any
 import httpx
 
 from jppo.child_process import executable, python_path
-from jppo.rewards.classifier import Classifier, refused, without_padding
+from jppo.rewards.classifier import Classifier, model_error, without_padding
 from jppo.rewards.model import ScoringError
 from jppo.rollout.servers import replies
 from jppo.rollout.servers.endpoint import ServerFault
 
 _LOG_LINES = 8
-_STARTS = 2  # of one process: after a crash it is restarted once
+_MAX_STARTS = 2  # of one process: after a crash it is restarted once
 
 
 class _ScorerProcess:
     """The start of a process and its log; a subclass waits for it, sends it batches and ends it."""
 
     def __init__(self, path: str, *, command: Sequence[str], env: Mapping[str, str], log: pathlib.Path):
+        """Starts `command`; its output is appended to `log`, `path` is the model's in errors."""
         self._path, self._command, self._log = path, command, log
         self._env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", **env}
         self._process: subprocess.Popen[bytes] | None = None
-        self._starts, self._ready, self._closed, self._why = 0, False, False, ""
-        self._state = threading.Lock()  # guards starting and closing
-        self._turn = threading.Lock()  # one request at a time
+        self._starts, self._ready, self._closed, self._failure = 0, False, False, ""
+        self._state_lock = threading.Lock()  # guards starting and closing
+        self._request_lock = threading.Lock()  # one request at a time
         self._start()
 
     def wait_ready(self) -> None:
         """Waits until the model is loaded; UserError with the reason if that fails."""
         try:
-            with self._turn:
+            with self._request_lock:
                 self._wait()
         except ScoringError as e:
-            raise refused(self._path, str(e)) from e
+            raise model_error(self._path, str(e)) from e
 
     def _wait(self) -> None:
         """Waits until the model is loaded; ScoringError if that fails."""
@@ -74,12 +75,13 @@ class _ScorerProcess:
         self._wait()
 
     def _start(self) -> None:
-        with self._state:
+        """Starts the process and a new section of its log; ScoringError after the last restart or when closed."""
+        with self._state_lock:
             if self._closed:
                 raise ScoringError("the reward model is closed")
-            if self._starts == _STARTS:
-                why = f"; {self._why}" if self._why else ""
-                raise ScoringError(f"the reward model crashed {_STARTS} times and is not restarted{why}")
+            if self._starts == _MAX_STARTS:
+                reason = f"; {self._failure}" if self._failure else ""
+                raise ScoringError(f"the reward model crashed {_MAX_STARTS} times and is not restarted{reason}")
             self._starts, self._ready = self._starts + 1, False
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with open(self._log, "ab") as log:
@@ -91,11 +93,11 @@ class _ScorerProcess:
         with open(self._log, "rb") as file:
             file.seek(self._log_start)
             lines = file.read().decode(errors="replace").splitlines()
-        last = [line[:300] for line in lines if line.strip()][-_LOG_LINES:]
-        return "\n  ".join([f"{self._log} says:", *last])
+        last_lines = [line[:300] for line in lines if line.strip()][-_LOG_LINES:]
+        return "\n  ".join([f"{self._log} says:", *last_lines])
 
 
-class _Gone(Exception):
+class _NoReply(Exception):
     """The process no longer answers."""
 
 
@@ -117,6 +119,7 @@ class TransformersRewardModel(_ScorerProcess):
         threads: int = 1,
         timeout_s: float = 600.0,
     ):
+        """Starts the worker process with the model's directory, device, dtype and number of threads."""
         self._timeout_s = timeout_s
         program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.torch_worker"]
         kind = "token" if classifier.steps else "sequence"
@@ -128,31 +131,32 @@ class TransformersRewardModel(_ScorerProcess):
         )
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """Implements Scorer.score."""
-        return self._scores(ids=ids)
+        """Returns the score logit of each token sequence."""
+        return self._request_scores(ids=ids)
 
-    def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score_at(self, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the log-odds of each text at its places, by a token classifier."""
-        return self._scores(ids=ids, places=places)
+        return self._request_scores(ids=ids, places=positions)
 
-    def _scores(self, **asked: Sequence[Sequence[int]]) -> list[Any]:
-        with self._turn:
+    def _request_scores(self, **arrays: Sequence[Sequence[int]]) -> list[Any]:
+        """Sends arrays of a batch by name and returns the scores; ScoringError if the process fails."""
+        with self._request_lock:
             self._ensure()
-            answer = self._ask({name: [list(row) for row in rows] for name, rows in asked.items()})
-        if "error" in answer:
-            raise ScoringError(f"the reward model failed: {answer['error']}")
-        scores: list[Any] = answer["scores"]
+            reply = self._ask({name: [list(row) for row in rows] for name, rows in arrays.items()})
+        if "error" in reply:
+            raise ScoringError(f"the reward model failed: {reply['error']}")
+        scores: list[Any] = reply["scores"]
         return scores
 
     def close(self) -> None:
-        """Implements Scorer.close."""
-        with self._state:
+        """Kills the process; a waiting caller gets a ScoringError."""
+        with self._state_lock:
             self._closed, process, self._process = True, self._process, None
             if process is not None:
                 process.kill()
                 process.wait()
         if process is not None:
-            with self._turn:  # waiting callers have seen the end
+            with self._request_lock:  # waiting callers have seen the end
                 _close_pipes(process)
 
     def _popen(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -162,14 +166,15 @@ class TransformersRewardModel(_ScorerProcess):
         )
 
     def _wait(self) -> None:
+        """Reads the first reply: the model is loaded, or refused for good."""
         if self._ready:
             return
-        answer = self._ask(None)
-        if "refused" in answer:
-            self._starts = _STARTS  # it would be refused again
+        reply = self._ask(None)
+        if "refused" in reply:
+            self._starts = _MAX_STARTS  # it would be refused again
             self._end()
-            self._why = answer["refused"]
-            raise ScoringError(self._why)
+            self._failure = reply["refused"]
+            raise ScoringError(self._failure)
         self._ready = True
 
     def _ask(self, message: Any) -> Any:
@@ -177,36 +182,37 @@ class TransformersRewardModel(_ScorerProcess):
         process = self._process
         try:
             if process is None:
-                raise _Gone("is closed")
+                raise _NoReply("is closed")
             if message is not None:
                 body = json.dumps(message).encode()
                 _write(process, struct.pack("<Q", len(body)) + body)
             deadline = time.monotonic() + self._timeout_s
             (size,) = struct.unpack("<Q", self._read(process, 8, deadline))
             return json.loads(self._read(process, size, deadline))
-        except _Gone as e:
+        except _NoReply as e:
             code = self._end()
             ending = "is closed" if self._closed else str(e) or f"ended with code {code}"
-            self._why = self._log_end()
-            raise ScoringError(f"the reward model's process {ending}; {self._why}") from e
+            self._failure = self._log_end()
+            raise ScoringError(f"the reward model's process {ending}; {self._failure}") from e
 
     def _read(self, process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
+        """Reads `size` bytes of the process's output; _NoReply at its end or at the deadline."""
         assert process.stdout is not None
         pieces: list[bytes] = []
         while size:
-            left = max(0.0, deadline - time.monotonic())
-            if not select.select([process.stdout], [], [], left)[0]:
-                raise _Gone(f"did not answer within {self._timeout_s:g} s")
+            left_s = max(0.0, deadline - time.monotonic())
+            if not select.select([process.stdout], [], [], left_s)[0]:
+                raise _NoReply(f"did not answer within {self._timeout_s:g} s")
             piece = os.read(process.stdout.fileno(), min(size, 1 << 20))
             if not piece:
-                raise _Gone
+                raise _NoReply
             pieces.append(piece)
             size -= len(piece)
         return b"".join(pieces)
 
     def _end(self) -> int | None:
         """Ends the process and returns its exit code."""
-        with self._state:
+        with self._state_lock:
             process, self._process = self._process, None
         if process is None:
             return None
@@ -224,20 +230,21 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
 
 
 def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
+    """Writes all of `data` to the process's input; _NoReply if it has ended."""
     assert process.stdin is not None
     view = memoryview(data)
     try:
         while view:
             view = view[process.stdin.write(view) :]
     except OSError as e:
-        raise _Gone from e
+        raise _NoReply from e
 
 
 _POLL_S = 0.2
 _STOP_S = 15.0  # longer than the launcher takes
 _NAME = "reward-model"
 # Variables that would override the cache's size, and ask for a key on a socket that its permissions protect.
-_DROPPED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY")
+_DROPPED_VARIABLES = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY")
 
 
 class VllmRewardModel(_ScorerProcess):
@@ -262,7 +269,8 @@ class VllmRewardModel(_ScorerProcess):
         start_timeout_s: float = 300.0,
         timeout_s: float = 600.0,
     ):
-        self._what, self._start_timeout_s = classifier, start_timeout_s
+        """Starts vLLM on a socket in a temporary folder, with a CPU's or a GPU's options by `build`."""
+        self._classifier, self._start_timeout_s = classifier, start_timeout_s
         self._folder = tempfile.mkdtemp(prefix="jppo-rm-")  # a socket path must be short
         self._socket = os.path.join(self._folder, "vllm.sock")
         arguments = [
@@ -287,12 +295,12 @@ class VllmRewardModel(_ScorerProcess):
         super().__init__(classifier.path, command=[*launcher, *program, *arguments], env=env, log=log)
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """Implements Scorer.score."""
-        kept = [without_padding(sequence, self._what.pad_token_id) for sequence in ids]
-        with self._turn:
+        """Returns the score logit of each token sequence, by one request to the server."""
+        stripped_ids = [without_padding(sequence, self._classifier.pad_token_id) for sequence in ids]
+        with self._request_lock:
             self._ensure()
             try:
-                body = {"model": _NAME, "input": kept, "use_activation": False}  # the logit itself
+                body = {"model": _NAME, "input": stripped_ids, "use_activation": False}  # the logit itself
                 reply = self._client.post("/classify", json=body)
             except httpx.HTTPError as e:
                 raise self._failed(f"broke off ({type(e).__name__} {e})") from e
@@ -303,33 +311,35 @@ class VllmRewardModel(_ScorerProcess):
         try:
             with replies.reading("the reward model's vLLM", reply.text[:300]):
                 scores = {
-                    replies.whole(item["index"], "index"): replies.number(replies.only(item["probs"], "probs"))
+                    replies.whole(item["index"], "index"): replies.number(replies.single_entry(item["probs"], "probs"))
                     for item in reply.json()["data"]
                 }
         except ServerFault as e:
             raise ScoringError(str(e)) from e
-        if sorted(scores) != list(range(len(kept))):
+        if sorted(scores) != list(range(len(stripped_ids))):
             raise ScoringError("the reward model's vLLM did not answer with one score for each text")
-        return [scores[i] for i in range(len(kept))]
+        return [scores[i] for i in range(len(stripped_ids))]
 
     def close(self) -> None:
-        """Implements Scorer.close."""
-        with self._state:
+        """Ends the server and removes its socket; a waiting caller gets a ScoringError."""
+        with self._state_lock:
             self._closed = True
         self._end()
-        with self._turn:
+        with self._request_lock:
             self._client.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _popen(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Starts the launcher and vLLM on a new socket; both end when this program does."""
         pathlib.Path(self._socket).unlink(missing_ok=True)
-        env = {name: value for name, value in self._env.items() if name not in _DROPPED}
+        env = {name: value for name, value in self._env.items() if name not in _DROPPED_VARIABLES}
         atexit.register(self.close)
         return subprocess.Popen(
             self._command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
 
     def _wait(self) -> None:
+        """Polls the server's health until it is ready; ScoringError if it ends or takes too long."""
         deadline = time.monotonic() + self._start_timeout_s
         while not self._ready:
             process = self._process
@@ -348,7 +358,8 @@ class VllmRewardModel(_ScorerProcess):
         return ScoringError(f"the reward model's vLLM {failure}; {self._log_end()}")
 
     def _end(self) -> None:
-        with self._state:
+        """Stops the server by its launcher, then kills what is left of its group."""
+        with self._state_lock:
             process, self._process = self._process, None
         atexit.unregister(self.close)
         if process is None:

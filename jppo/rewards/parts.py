@@ -37,17 +37,17 @@ class Sample:
 
 
 def sample_of(prompt: Prompt, t: Trajectory) -> Sample:
-    """Returns the sample of a trajectory."""
+    """Returns the sample of a trajectory: its response from the first sampled token on."""
     edges = np.flatnonzero(np.diff(t.sampled, prepend=False, append=False)).tolist()
-    first = edges[0] if edges else len(t.tokens)
+    start = edges[0] if edges else len(t.tokens)
     return Sample(
         prompt,
         t.text,
-        len(t.tokens) - (len(prompt.ids) if np.array_equal(t.tokens[: len(prompt.ids)], prompt.ids) else first),
+        len(t.tokens) - (len(prompt.ids) if np.array_equal(t.tokens[: len(prompt.ids)], prompt.ids) else start),
         t.finish,
         t.exchange,
-        tokens=t.tokens[first:],
-        turns=tuple((begin - first, end - first) for begin, end in zip(edges[::2], edges[1::2], strict=True)),
+        tokens=t.tokens[start:],
+        turns=tuple((begin - start, end - start) for begin, end in zip(edges[::2], edges[1::2], strict=True)),
     )
 
 
@@ -93,14 +93,14 @@ class Part(Protocol):
 
 
 def pending() -> Future[Any]:
-    """Returns a future that cannot be cancelled."""
+    """Returns a new future that cannot be cancelled, to be resolved later."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def graded(reward: Reward) -> Future[Reward]:
-    """Returns the future of a reward that is there already."""
+    """Returns a future that is resolved already, by this reward."""
     future: Future[Reward] = Future()
     future.set_result(reward)
     return future
@@ -111,48 +111,50 @@ def failed(error: str) -> Reward:
     return Reward(score=float("nan"), parts={}, error=error)
 
 
-_HALF = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
-_BLOCK = 32  # tokens that are decoded at once
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
+_BLOCK_TOKENS = 32  # tokens that are decoded at once
 
 
 def at_characters(amounts: Amounts, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> Amounts:
-    """Places amounts by the number of characters before their end on the tokens that complete these characters."""
+    """Moves amounts from places in the text, as character counts, to the tokens that complete these characters."""
     if not amounts or not tokens:
         return ()
-    blocks = _blocks(tokens, decode)
+    blocks = _split_into_blocks(tokens, decode)
 
-    def place(end: int) -> int:
-        here = blocks[min(bisect.bisect_left(blocks, end, key=lambda block: block.done), len(blocks) - 1)]
+    def token_at(end: int) -> int:
+        """Returns the token that completes the first `end` characters."""
+        block = blocks[min(bisect.bisect_left(blocks, end, key=lambda b: b.characters), len(blocks) - 1)]
 
-        def done(k: int) -> int:
-            return here.offset + len(decode(list(tokens[here.window : k + 1])).rstrip(_HALF))
+        def characters_up_to(token: int) -> int:
+            return block.offset + len(decode(list(tokens[block.window : token + 1])).rstrip(_REPLACEMENT))
 
-        inside = range(here.first, here.behind)
-        return min(here.first + bisect.bisect_left(inside, end, key=done), here.behind - 1)
+        token_range = range(block.first, block.end)
+        return min(block.first + bisect.bisect_left(token_range, end, key=characters_up_to), block.end - 1)
 
-    return tuple((place(end), amount) for end, amount in amounts)
+    return tuple((token_at(end), amount) for end, amount in amounts)
 
 
 class _Block(NamedTuple):
     """Some consecutive tokens. A token's text may depend on the one before, so they are decoded with earlier ones."""
 
     first: int
-    behind: int
+    end: int
     window: int  # the first token that is decoded
     offset: int  # characters before the window
-    done: int  # characters up to the end of the block
+    characters: int  # characters up to the end of the block
 
 
-def _blocks(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[_Block]:
-    out: list[_Block] = []
-    window = first = done = 0
-    for behind in (*range(_BLOCK, len(tokens), _BLOCK), len(tokens)):
-        before, text = decode(list(tokens[window:first])), decode(list(tokens[window:behind]))
-        whole = len(text) > len(before) and not text.endswith(_HALF)  # otherwise the block grows
-        if whole or behind == len(tokens):
-            out.append(_Block(first, behind, window, done - len(before), done - len(before) + len(text)))
-            window, first, done = first, behind, out[-1].done
-    return out
+def _split_into_blocks(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[_Block]:
+    """Splits tokens into blocks of about `_BLOCK_TOKENS` that end with a complete character."""
+    blocks: list[_Block] = []
+    window = start = before = 0
+    for end in (*range(_BLOCK_TOKENS, len(tokens), _BLOCK_TOKENS), len(tokens)):
+        window_text, text = decode(list(tokens[window:start])), decode(list(tokens[window:end]))
+        is_complete = len(text) > len(window_text) and not text.endswith(_REPLACEMENT)  # otherwise the block grows
+        if is_complete or end == len(tokens):
+            blocks.append(_Block(start, end, window, before - len(window_text), before - len(window_text) + len(text)))
+            window, start, before = start, end, blocks[-1].characters
+    return blocks
 
 
 ENVIRONMENT, AGENT, INTERACTION, TOOLS = "environment_score", "agent_score", "interaction_score", "tool_score"
@@ -168,7 +170,7 @@ class ConversationPart(Part):
         self._tools = tools
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Returns the score at once."""
+        """Returns the sum of the amounts that the conversation has earned; an error if its environment failed."""
         exchange = sample.exchange
         if exchange is None:  # a sample without a conversation, as in checks
             return graded(Reward(0.0, {}, error=None))
@@ -181,12 +183,12 @@ class ConversationPart(Part):
 
 
 def _weighted_amounts(exchange: Exchange | None, weights: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    """Returns what a branch of an episode earned at its turns, scaled by the weights of the parts."""
+    """Returns the (token, amount) pairs that a branch of an episode earned at its turns, times the parts' weights."""
     if exchange is None:
         return ()
-    of_turns, of_tools = sum(weights.get(part, 0.0) for part in TURNS), weights.get(TOOLS, 0.0)
-    pairs = [(of_turns, exchange.earned), (of_tools, exchange.tool_earned)]
-    return tuple((k, weight * amount) for weight, earned in pairs for k, amount in earned)
+    turn_weight, tool_weight = sum(weights.get(part, 0.0) for part in TURNS), weights.get(TOOLS, 0.0)
+    pairs = [(turn_weight, exchange.earned), (tool_weight, exchange.tool_earned)]
+    return tuple((token, weight * amount) for weight, earned in pairs for token, amount in earned)
 
 
 _FLOAT32 = float(np.finfo(np.float32).max)
@@ -223,16 +225,16 @@ def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = 
             raise UserError(
                 f"{prefix} must be PART=NUMBER or SOURCE:PART=NUMBER, and the parts of this run are {', '.join(parts)}"
             )
-        place = (source, part) if colon else part
-        if place in of_source or place in general:
+        key = (source, part) if colon else part
+        if key in of_source or key in general:
             raise UserError(f"{prefix} has a duplicate; remove one")
         if colon:
-            of_source[source, part] = _weight(value, prefix)
+            of_source[source, part] = _parse_weight(value, prefix)
         else:
-            general[part] = _weight(value, prefix)
-    absent = [part for part in parts if part not in general]
-    for part in absent:
-        if part not in optional and not any(p == part for _, p in of_source):
+            general[part] = _parse_weight(value, prefix)
+    unnamed = [part for part in parts if part not in general]
+    for part in unnamed:
+        if part not in optional and not any(weighted_part == part for _, weighted_part in of_source):
             raise UserError(
                 f"reward.weights={text!r} has no weight for {part}, which is configured; add one (0 computes and"
                 " logs it only)"
@@ -240,7 +242,8 @@ def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = 
     return PartWeights({part: general.get(part) for part in parts}, of_source)
 
 
-def _weight(value: str, prefix: str) -> float | None:
+def _parse_weight(value: str, prefix: str) -> float | None:
+    """Parses the number of a weight; None for 'off', UserError for other texts."""
     if value.strip() == _OFF:
         return None
     try:
@@ -265,14 +268,14 @@ class RewardSum:
         return Grading(self)
 
     def grade(self, samples: Iterable[Sample]) -> list[Reward]:
-        """Returns the rewards of complete samples."""
+        """Grades samples that are all there and returns their rewards in order."""
         grading = self.begin()
         for number, sample in enumerate(samples):
             grading.submit(number, sample)
         return grading.collect()
 
     def earned(self, source: str) -> Callable[[Trajectory], tuple[tuple[int, float], ...]]:
-        """Makes the function that returns the amounts which a branch of an episode earned at its turns."""
+        """Makes the function that returns a branch's weighted (token, amount) pairs, earned at its turns."""
         weights = self.weights.of(source)
         return lambda branch: _weighted_amounts(branch.exchange, weights)
 
@@ -298,10 +301,10 @@ class RewardSum:
         return {name: state for name, part in self.parts.items() if (state := part.state())}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`."""
-        for name, remembered in state.items():
+        """Restores the parts' states of a checkpoint."""
+        for name, part_state in state.items():
             if name in self.parts:
-                self.parts[name].load(remembered)
+                self.parts[name].load(part_state)
 
     def close(self) -> None:
         """Stops the parts' processes and connections."""
@@ -331,12 +334,11 @@ class Grading:
             self._waiting[number] = futures
 
     def finished(self) -> dict[int, Reward]:
-        """Returns the finished rewards without an error by number, without waiting."""
+        """Returns the rewards that are ready and without an error, by number, without waiting for others."""
         with self._lock:
             waiting = dict(self._waiting)
-        rewards = {
-            number: self._composed(of) for number, of in waiting.items() if all(f.done() for _, f in of.values())
-        }
+        done = {number: futures for number, futures in waiting.items() if all(f.done() for _, f in futures.values())}
+        rewards = {number: self._sum(futures) for number, futures in done.items()}
         return {number: reward for number, reward in rewards.items() if reward.error is None}
 
     def collect(self, numbers: Iterable[int] | None = None) -> list[Reward]:
@@ -344,11 +346,12 @@ class Grading:
         for part in self._reward_sum.parts.values():
             part.flush()
         with self._lock:  # more samples may be submitted meanwhile
-            wanted = sorted(self._waiting if numbers is None else numbers)
-            waiting = [self._waiting[number] for number in wanted]
-        return [self._composed(futures) for futures in waiting]
+            sorted_numbers = sorted(self._waiting if numbers is None else numbers)
+            waiting = [self._waiting[number] for number in sorted_numbers]
+        return [self._sum(futures) for futures in waiting]
 
-    def _composed(self, futures: Mapping[str, tuple[float, Future[Reward]]]) -> Reward:
+    def _sum(self, futures: Mapping[str, tuple[float, Future[Reward]]]) -> Reward:
+        """Waits for a sample's parts and returns their weighted sum."""
         return compose(
             {name: (weight, future.result()) for name, (weight, future) in futures.items()}, self._reward_sum
         )
@@ -364,21 +367,22 @@ def compose(rewards: Mapping[str, tuple[float, Reward]], reward_sum: RewardSum) 
     for name, (_, reward) in rewards.items():
         parts |= {f"{name}/{key}": value for key, value in reward.parts.items()}
     answer = next((reward.answer for _, reward in rewards.values() if reward.answer is not None), None)
-    errors = [f"{name}: {why}" for name, weighted in rewards.items() if (why := _error(*weighted)) is not None]
+    errors = [f"{name}: {why}" for name, weighted in rewards.items() if (why := _error_of(*weighted)) is not None]
     if errors:
         score, error = reward_sum.score_on_error, "; ".join(errors)
-        finite = {key: value for key, value in parts.items() if math.isfinite(value)}
+        finite_parts = {key: value for key, value in parts.items() if math.isfinite(value)}
         if score is None:
-            return Reward(math.nan, finite, error, answer, unusable=f"not graded: {error}")
-        return Reward(score, finite, error, answer)
+            return Reward(math.nan, finite_parts, error, answer, unusable=f"not graded: {error}")
+        return Reward(score, finite_parts, error, answer)
     score = math.fsum(weight * reward.score for weight, reward in rewards.values())
     earned = [(token, weight * amount) for weight, reward in rewards.values() for token, amount in reward.earned]
     return Reward(score, parts, None, answer, earned=tuple((token, amount) for token, amount in earned if amount))
 
 
-def _error(weight: float, reward: Reward) -> str | None:
+def _error_of(weight: float, reward: Reward) -> str | None:
+    """Returns the error of a part's reward, also if its weighted numbers exceed float32; None without one."""
     if reward.error is not None:
         return reward.error
     numbers = [weight * number for number in (reward.score, *(amount for _, amount in reward.earned))]
-    large = next((number for number in numbers if not abs(number) <= _FLOAT32), None)
-    return None if large is None else f"the weighted reward {large:g} must be finite in float32; scale it down"
+    too_large = next((number for number in numbers if not abs(number) <= _FLOAT32), None)
+    return None if too_large is None else f"the weighted reward {too_large:g} must be finite in float32; scale it down"

@@ -22,14 +22,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from jppo.child_process import python_path
+from jppo.child_process import LENGTH, python_path
 from jppo.errors import UserError
 from jppo.rewards.parts import Sample, failed, pending
-from jppo.rewards.pool_worker import LENGTH
 from jppo.types import Reward
 
 Target = tuple[str, ...]  # the module, file or name of a task, and its arguments
-Read = Callable[[dict[str, Any]], Reward]  # an answer of a worker -> a reward; never raises
+AnswerReader = Callable[[dict[str, Any]], Reward]  # an answer of a worker -> a reward; never raises
 
 START_TIMEOUT_S = 120.0  # for a worker to start and import a target's modules
 _TICK_S = 0.05  # polling interval for close() and for deaths that leave the pipe open
@@ -39,20 +38,22 @@ class NotReady(Exception):
     """No worker can prepare the target: the file is broken, a package is missing."""
 
 
-class _Lost(Exception):
+class _NoReply(Exception):
     """The worker did not answer; the message has the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
+    """A request to a worker: to prepare a target, or to score samples by it."""
+
     target: Target
     samples: list[dict[str, Any]] | None  # None: only prepare the target
     futures: list[Future[Any]]
-    reads: Sequence[Read] = ()  # of the samples
+    readers: Sequence[AnswerReader] = ()  # of the samples
 
 
 def as_plain(sample: Sample) -> dict[str, Any]:
-    """Returns a sample as workers read it."""
+    """Returns a sample as a dict of plain values, the form in which workers get it."""
     prompt = sample.prompt
     extra = prompt.extra.get("extra_info", prompt.extra)  # verl's column, otherwise all further columns
     return {"data_source": prompt.data_source, "text": sample.text, "truth": prompt.ground_truth, "extra": extra}
@@ -86,23 +87,23 @@ class Pool:
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
-    def submit(self, target: Target, sample: Mapping[str, Any], read: Read = _as_reward) -> Future[Reward]:
+    def submit(self, target: Target, sample: Mapping[str, Any], reader: AnswerReader = _as_reward) -> Future[Reward]:
         """Submits one sample; the future never raises."""
-        return self.submit_batch(target, [sample], [read])[0]
+        return self.submit_batch(target, [sample], [reader])[0]
 
     def submit_batch(
-        self, target: Target, samples: Sequence[Mapping[str, Any]], reads: Sequence[Read]
+        self, target: Target, samples: Sequence[Mapping[str, Any]], readers: Sequence[AnswerReader]
     ) -> list[Future[Reward]]:
         """Like `submit`, for samples that one worker gets at once."""
         futures: list[Future[Reward]] = [pending() for _ in samples]
         if samples:
-            self._put(_Job(target, [dict(sample) for sample in samples], futures, reads))
+            self._enqueue(_Job(target, [dict(sample) for sample in samples], futures, readers))
         return futures
 
     def prepare(self, target: Target) -> bool:
         """Waits until a worker has prepared the target; True if it wants whole batches. Raises NotReady."""
         future: Future[bool] = pending()
-        self._put(_Job(target, None, [future]))
+        self._enqueue(_Job(target, None, [future]))
         return future.result()
 
     def close(self) -> None:
@@ -118,24 +119,26 @@ class Pool:
             while True:
                 job = self._jobs.get_nowait()
                 if job is not None:
-                    _fail(job, "the pool was closed")
+                    _fail_job(job, "the pool was closed")
 
-    def _put(self, job: _Job) -> None:
+    def _enqueue(self, job: _Job) -> None:
+        """Queues a job and starts the threads of all workers if necessary; fails the job if the pool is closed."""
         with self._lock:
             if not self._closed.is_set():
                 while len(self._threads) < self._workers:
-                    self._threads.append(threading.Thread(target=self._serve, name="jppo-reward", daemon=True))
+                    self._threads.append(threading.Thread(target=self._run_jobs, name="jppo-reward", daemon=True))
                     self._threads[-1].start()
                 self._jobs.put(job)
                 return
-        _fail(job, "the pool was closed")
+        _fail_job(job, "the pool was closed")
 
-    def _serve(self) -> None:
+    def _run_jobs(self) -> None:
+        """The loop of a worker's thread: sends queued jobs to its process and replaces a broken process."""
         worker: _Worker | None = None
         try:
             while (job := self._jobs.get()) is not None:
                 if self._closed.is_set():
-                    _fail(job, "the pool was closed")
+                    _fail_job(job, "the pool was closed")
                     continue
                 if worker is not None and not worker.alive():  # it ended between two jobs
                     worker.kill()
@@ -148,48 +151,49 @@ class Pool:
                     if worker is not None:
                         worker.kill()
                         worker = None
-                    _fail(job, str(e) if isinstance(e, _Lost) else f"{type(e).__name__}: {e}")
+                    _fail_job(job, str(e) if isinstance(e, _NoReply) else f"{type(e).__name__}: {e}")
         finally:
             if worker is not None:
                 worker.kill()
 
     def _run(self, worker: "_Worker", job: _Job) -> "_Worker | None":
         """Runs a job and resolves its futures; returns the worker if it can continue."""
-        ready = worker.ready.get(job.target)
-        if ready is None:
-            ready = worker.ask({"target": job.target, "samples": None}, self._start_timeout_s)
-            if "error" not in ready and "memory" not in ready:
-                worker.ready[job.target] = ready
-        reply = ready
+        prepared = worker.ready.get(job.target)
+        if prepared is None:
+            prepared = worker.ask({"target": job.target, "samples": None}, self._start_timeout_s)
+            if "error" not in prepared and "memory" not in prepared:
+                worker.ready[job.target] = prepared
+        reply = prepared
         if job.samples is not None and job.target in worker.ready:
             reply = worker.ask({"target": job.target, "samples": job.samples}, self.timeout_s * len(job.samples))
         if "memory" in reply or "error" in reply:
-            _fail(job, reply.get("error", f"it used more than {self.memory_bytes / 2**20:g} MiB of memory"))
+            _fail_job(job, reply.get("error", f"it used more than {self.memory_bytes / 2**20:g} MiB of memory"))
         elif job.samples is None:
             job.futures[0].set_result(reply["batch"])
         else:
-            for future, read, answer in zip(job.futures, job.reads, reply["answers"], strict=True):
-                future.set_result(read(answer))
+            for future, reader, answer in zip(job.futures, job.readers, reply["answers"], strict=True):
+                future.set_result(reader(answer))
         if reply.get("retire"):
             worker.kill()
             return None
         return worker
 
 
-def ready(pool: Pool, target: Target, label: str) -> bool:
-    """Prepares the target in a worker; True if it wants batches. Failures are UserErrors."""
+def require_prepared(pool: Pool, target: Target, label: str) -> bool:
+    """Prepares the target in a worker; UserError with `label` if that fails. True if it scores whole batches."""
     try:
         return pool.prepare(target)
     except NotReady as e:
         by_memory = any(sign in str(e) for sign in ("memory", "failed to map", "allocate", "signal 6", "signal 11"))
-        more = "; raise reward.memory_bytes if it needs more" if by_memory else ""
-        raise UserError(f"{label}: {e}{more}") from e
+        remedy = "; raise reward.memory_bytes if it needs more" if by_memory else ""
+        raise UserError(f"{label}: {e}{remedy}") from e
 
 
 class _Worker:
     """One worker process with its guard and two pipes; used by one thread."""
 
     def __init__(self, memory_bytes: int, log: pathlib.Path | None, closed: threading.Event):
+        """Starts the process, with its errors appended to `log`; `closed` is set when the pool closes."""
         defaults = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # every further thread takes address space
         with open(log or os.devnull, "ab") as errors:
             self._process = subprocess.Popen(
@@ -204,45 +208,47 @@ class _Worker:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout
         self._closed = closed
-        self._seen = select.poll()
-        self._seen.register(self._out, select.POLLIN)
+        self._output_poll = select.poll()
+        self._output_poll.register(self._out, select.POLLIN)
         self.ready: dict[Target, dict[str, Any]] = {}
 
     def alive(self) -> bool:
         return self._process.poll() is None
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Returns the worker's reply; raises _Lost without one."""
+        """Sends a request and returns the worker's reply; raises _NoReply without one."""
         body = pickle.dumps(request)
         deadline = time.monotonic() + timeout_s
         try:
-            left = memoryview(LENGTH.pack(len(body)) + body)
-            while left:
-                left = left[self._in.write(left) :]
+            unsent = memoryview(LENGTH.pack(len(body)) + body)
+            while unsent:
+                unsent = unsent[self._in.write(unsent) :]
         except BrokenPipeError:
-            raise _Lost(self._ending()) from None
+            raise _NoReply(self._describe_end()) from None
         (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline, timeout_s))
         reply: dict[str, Any] = json.loads(self._read(length, deadline, timeout_s))
         return reply
 
     def _read(self, count: int, deadline: float, timeout_s: float) -> bytes:
+        """Reads `count` bytes of a reply; _NoReply at the deadline, or if the worker or the pool has ended."""
         received = bytearray()
         while len(received) < count:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise _Lost(f"it took longer than {timeout_s:g} s")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise _NoReply(f"it took longer than {timeout_s:g} s")
             if self._closed.is_set():
-                raise _Lost("the pool was closed")
-            if self._seen.poll(1000 * min(left, _TICK_S)):
+                raise _NoReply("the pool was closed")
+            if self._output_poll.poll(1000 * min(left_s, _TICK_S)):
                 chunk = os.read(self._out.fileno(), min(count - len(received), 2**20))
                 if not chunk:
-                    raise _Lost(self._ending())
+                    raise _NoReply(self._describe_end())
                 received += chunk
-            elif not self.alive() and not self._seen.poll(0):
-                raise _Lost(self._ending())
+            elif not self.alive() and not self._output_poll.poll(0):
+                raise _NoReply(self._describe_end())
         return bytes(received)
 
-    def _ending(self) -> str:
+    def _describe_end(self) -> str:
+        """Returns how the process ended, for errors."""
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -264,7 +270,8 @@ class _Worker:
         self._out.close()
 
 
-def _fail(job: _Job, why: str) -> None:
+def _fail_job(job: _Job, why: str) -> None:
+    """Resolves a job's open futures with an error."""
     for future in job.futures:
         if future.done():
             continue

@@ -26,7 +26,6 @@ import re
 import resource
 import select
 import signal
-import struct
 import sys
 import sysconfig
 import traceback
@@ -43,7 +42,7 @@ Function = Callable[..., Any]
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 TRL = "completions"
-NOT_PASSED = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")  # by TRL alone
+ONLY_IN_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")  # by TRL alone
 
 
 def _takes_batch(function: Function) -> bool:
@@ -52,16 +51,16 @@ def _takes_batch(function: Function) -> bool:
 
 
 def _check_signature(function: Function, name: str) -> None:
-    """Raises ValueError unless the function has one of the signatures."""
+    """Raises ValueError unless the custom function has one of the three signatures."""
     if TRL in _parameters(function):
-        wanted = [parameter for parameter in _required(function) if parameter in NOT_PASSED]
-        if not wanted:
+        refused_parameters = [parameter for parameter in _required_parameters(function) if parameter in ONLY_IN_TRL]
+        if not refused_parameters:
             return
-        fault = f"asks for {wanted[0]!r}, which jppo does not pass"
-    elif _takes(function, BATCH if _takes_batch(function) else ONE):
+        fault = f"asks for {refused_parameters[0]!r}, which jppo does not pass"
+    elif _accepts(function, BATCH if _takes_batch(function) else ONE):
         return
     else:
-        fault = f"has the signature {_signature(function)}"
+        fault = f"has the signature {_signature_text(function)}"
     raise ValueError(
         f"{name!r} {fault}; it must be a function of ({', '.join(ONE)}=None), of ({', '.join(BATCH)}) for all"
         f" samples at once, or of ({TRL}, **kwargs) as in TRL"
@@ -69,28 +68,28 @@ def _check_signature(function: Function, name: str) -> None:
 
 
 def call_function(function: Function, samples: Sequence[Sample]) -> list[Any]:
-    """Returns the function's result for each sample; raises ValueError for another number of results."""
+    """Calls the custom function and returns its result for each sample; ValueError for another number of results."""
     if not _takes_batch(function):
-        return _results(function, [dict(zip(ONE, _arguments(sample), strict=True)) for sample in samples])
+        return _call_all(function, [dict(zip(ONE, _sample_arguments(sample), strict=True)) for sample in samples])
     if TRL in _parameters(function):
-        given = _as_trl(function, samples)
+        arguments = _trl_arguments(function, samples)
     else:
-        given = dict(zip(BATCH, map(list, zip(*map(_arguments, samples), strict=True)), strict=True))
-    results = _results(function, [given])[0]
-    kind = type(results).__name__
+        arguments = dict(zip(BATCH, map(list, zip(*map(_sample_arguments, samples), strict=True)), strict=True))
+    results = _call_all(function, [arguments])[0]
+    type_name = type(results).__name__
     if isinstance(results, str | bytes | dict):  # whose elements are no scores
-        raise ValueError(f"the function returned {kind}; it must be a list of scores")
+        raise ValueError(f"the function returned {type_name}; it must be a list of scores")
     try:
         results = list(results)
     except TypeError as e:
-        raise ValueError(f"the function returned {kind}; it must be a list of scores") from e
+        raise ValueError(f"the function returned {type_name}; it must be a list of scores") from e
     if len(results) != len(samples):
         raise ValueError(f"the function returned {len(results)} scores for {len(samples)} samples")
     return results
 
 
-def _results(function: Function, calls: Sequence[dict[str, Any]]) -> list[Any]:
-    """Returns the results of calls; calls of an async function run concurrently."""
+def _call_all(function: Function, calls: Sequence[dict[str, Any]]) -> list[Any]:
+    """Calls the function with each set of arguments; calls of an async function run concurrently."""
     if not inspect.iscoroutinefunction(function):
         return [function(**call) for call in calls]
 
@@ -100,51 +99,54 @@ def _results(function: Function, calls: Sequence[dict[str, Any]]) -> list[Any]:
     return asyncio.run(every())
 
 
-def _as_trl(function: Function, samples: Sequence[Sample]) -> dict[str, list[Any]]:
+def _trl_arguments(function: Function, samples: Sequence[Sample]) -> dict[str, list[Any]]:
     """Returns TRL's arguments: prompts, completions (messages where the prompt is) and every column of the rows."""
     rows = [
         {"data_source": sample["data_source"], "ground_truth": sample["truth"]} | sample["columns"]
         for sample in samples
     ]
-    given = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
-    given["prompts"] = [sample["prompt"] for sample in samples]
-    given[TRL] = [
+    arguments = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    arguments["prompts"] = [sample["prompt"] for sample in samples]
+    arguments[TRL] = [
         sample["text"] if isinstance(sample["prompt"], str) else [{"role": "assistant", "content": sample["text"]}]
         for sample in samples
     ]
-    for name in _required(function):
-        if name not in given:
-            raise ValueError(f"the parameter {name!r} is no column of the data; it has {', '.join(given)}")
+    for name in _required_parameters(function):
+        if name not in arguments:
+            raise ValueError(f"the parameter {name!r} is no column of the data; it has {', '.join(arguments)}")
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return given
-    return {name: value for name, value in given.items() if name in parameters}
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def _arguments(sample: Sample) -> tuple[Any, ...]:
+def _sample_arguments(sample: Sample) -> tuple[Any, ...]:
     return sample["data_source"], sample["text"], sample["truth"], sample["extra"]
 
 
 def _parameters(function: Function) -> dict[str, inspect.Parameter]:
+    """Returns the function's parameters by name; {} where Python does not know them."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some builtins have none
         return {}
 
 
-def _required(function: Function) -> list[str]:
+def _required_parameters(function: Function) -> list[str]:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [n for n, p in _parameters(function).items() if p.kind in named and p.default is inspect.Parameter.empty]
 
 
-def _signature(function: Function) -> str:
+def _signature_text(function: Function) -> str:
+    """Returns the signature for errors."""
     try:
         return str(inspect.signature(function))
     except (TypeError, ValueError):
         return "(?)"
 
 
-def _takes(function: Function, names: Sequence[str]) -> bool:
+def _accepts(function: Function, names: Sequence[str]) -> bool:
+    """Whether the function can be called with these keyword arguments."""
     try:
         inspect.signature(function).bind(**dict.fromkeys(names))
     except (TypeError, ValueError):
@@ -163,19 +165,19 @@ class Prepared(NamedTuple):
 
 
 def prepare_target(target: Sequence[str]) -> Prepared:
-    """Prepares a target; raises ValueError with a readable reason."""
-    kind, *rest = target
+    """Imports, compiles or loads a target, so that it can score samples; ValueError with a readable reason."""
+    kind, *arguments = target
     makers: dict[str, Callable[..., Prepared]]
-    makers = {"rule": _rule, "code": _code, "program": _program, "format": _format, "function": _function}
-    return makers[kind](*rest)
+    makers = {"rule": _prepare_rule, "code": _prepare_code, "program": _prepare_program}
+    makers |= {"format": _prepare_format, "function": _prepare_function}
+    return makers[kind](*arguments)
 
 
 _LOADERS = tuple(map(os.path.dirname, (__file__, user_files.__file__, importlib.__file__)))  # of a user's file
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-def _failed(error: str) -> _Answer:
-    """Returns the answer for a sample that could not be scored."""
+def _failed_answer(error: str) -> _Answer:
     return {"score": math.nan, "parts": {}, "error": error[:2000]}
 
 
@@ -184,10 +186,10 @@ def explain(e: BaseException) -> str:
     if isinstance(e, SystemExit):
         return f"it called exit({'' if e.code is None else e.code})"
     frames = traceback.extract_tb(e.__traceback__)
-    places = [f for f in frames if os.path.dirname(f.filename) not in _LOADERS and "<frozen " not in f.filename]
-    places = [f for f in places if not f.filename.startswith(_LIBRARIES)] or places  # all: of an installed package
-    where = f" ({os.path.basename(places[-1].filename)}:{places[-1].lineno})" if places else ""
-    return f"{type(e).__name__}: {e}{where}"
+    user_frames = [f for f in frames if os.path.dirname(f.filename) not in _LOADERS and "<frozen " not in f.filename]
+    user_frames = [f for f in user_frames if not f.filename.startswith(_LIBRARIES)] or user_frames  # of a package
+    location = f" ({os.path.basename(user_frames[-1].filename)}:{user_frames[-1].lineno})" if user_frames else ""
+    return f"{type(e).__name__}: {e}{location}"
 
 
 def answer_of(result: Any, sample: Sample) -> _Answer:
@@ -197,29 +199,30 @@ def answer_of(result: Any, sample: Sample) -> _Answer:
     as text. Without a score, the sum of the amounts earned inside the response is the score.
     """
     if not isinstance(result, dict):
-        return _checked(result, {})
+        return _checked_answer(result, {})
     try:
         amounts = earned.read_amounts(result, text=sample["text"], turns=sample["turns"])
     except ValueError as e:
-        return _failed(str(e))
+        return _failed_answer(str(e))
     if "score" not in result and amounts is None:
-        return _failed(f"the function returned a dict without 'score'; it has {sorted(map(str, result))[:20]}")
+        return _failed_answer(f"the function returned a dict without 'score'; it has {sorted(map(str, result))[:20]}")
     score = result["score"] if "score" in result or amounts is None else sum(amount for _, amount in amounts[1])
-    parts = {str(k): earned.finite(v) for k, v in result.items() if k != "score"}
-    checked = _checked(score, {k: v for k, v in parts.items() if v is not None})
+    parts = {str(key): earned.finite(value) for key, value in result.items() if key != "score"}
+    checked = _checked_answer(score, {key: value for key, value in parts.items() if value is not None})
     if checked["error"] is None and amounts is not None:
         checked["earned"] = amounts
-    return checked | ({"answer": _text(result["pred"])} if "pred" in result else {})
+    return checked | ({"answer": _as_text(result["pred"])} if "pred" in result else {})
 
 
-def _checked(score: Any, parts: dict[str, float]) -> _Answer:
+def _checked_answer(score: Any, parts: dict[str, float]) -> _Answer:
+    """Returns the answer with this score; an error if the score is not a finite number."""
     number = earned.finite(score)
     if number is None:
-        return _failed(f"the function returned the score {earned.short(score)}; it must be a finite number")
+        return _failed_answer(f"the function returned the score {earned.short(score)}; it must be a finite number")
     return {"score": number, "parts": parts, "error": None}
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Returns a prediction as text; None stays None."""
     try:
         return "" if value is None else str(value).strip()
@@ -227,7 +230,9 @@ def _text(value: Any) -> str:
         return ""
 
 
-def _each(score: Callable[[Sample], rules.Verdict]) -> Prepared:
+def _prepare_each(score: Callable[[Sample], rules.Verdict]) -> Prepared:
+    """Prepares a function that returns a verdict for one sample."""
+
     def call(samples: Sequence[Sample]) -> list[_Answer]:
         verdicts = [score(sample) for sample in samples]
         return [{"score": v.score, "parts": v.parts, "error": None, "answer": v.answer} for v in verdicts]
@@ -235,21 +240,23 @@ def _each(score: Callable[[Sample], rules.Verdict]) -> Prepared:
     return Prepared(call, batch=False)
 
 
-def _rule(name: str) -> Prepared:
+def _prepare_rule(name: str) -> Prepared:
+    """Prepares a rule of `rules.py` by its name."""
     rule: rules.Rule = getattr(rules, name)
     if name == "math_verify":
         rule(r"\boxed{1/2}", "0.5")  # imports and fills sympy's caches before a deadline runs
-    return _each(lambda sample: rule(sample["text"], sample["truth"]))
+    return _prepare_each(lambda sample: rule(sample["text"], sample["truth"]))
 
 
-def _code(time_s: str, memory_bytes: str, tests_in: str, *sandbox: str) -> Prepared:
+def _prepare_code(time_s: str, memory_bytes: str, tests_in: str, *sandbox: str) -> Prepared:
+    """Prepares the rule `code`; texts are its limits, reward.code.tests and the sandbox."""
     options = dict[str, Any](tests_in=tests_in, runner=make_runner(*sandbox))
     options |= dict(time_s=float(time_s), memory_bytes=int(memory_bytes))
-    return _each(lambda sample: code.code(sample["text"], sample["truth"], **options))
+    return _prepare_each(lambda sample: code.code(sample["text"], sample["truth"], **options))
 
 
-def _program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
-    """Runs the text of a sample; its output is the answer, without a score."""
+def _prepare_program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
+    """Prepares running the text of a sample as a program; its output is the answer, without a score."""
     runner = make_runner(*sandbox)
     execute = functools.partial(
         code.program_output, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner
@@ -258,21 +265,23 @@ def _program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
     def run(sample: Sample) -> rules.Verdict:
         return rules.Verdict(0.0, {}, execute(sample["text"]))
 
-    return _each(run)
+    return _prepare_each(run)
 
 
-def _format(pattern: str) -> Prepared:
+def _prepare_format(pattern: str) -> Prepared:
+    """Prepares a regular expression: the score is 1 if it matches the whole response."""
     compiled = re.compile(pattern, re.DOTALL)
 
     def score(sample: Sample) -> rules.Verdict:
         matches = float(compiled.fullmatch(sample["text"]) is not None)
         return rules.Verdict(matches, {})
 
-    return _each(score)
+    return _prepare_each(score)
 
 
-def _function(path: str, name: str, source: str) -> Prepared:
-    function = _load(path, name, source)
+def _prepare_function(path: str, name: str, source: str) -> Prepared:
+    """Loads a custom function, whose results become answers."""
+    function = _load_function(path, name, source)
 
     def score(samples: Sequence[Sample]) -> list[_Answer]:
         results = call_function(function, samples)
@@ -281,8 +290,8 @@ def _function(path: str, name: str, source: str) -> Prepared:
     return Prepared(score, _takes_batch(function))
 
 
-def _load(path: str, name: str, source: str) -> Callable[..., Any]:
-    """Loads the function from the source text read at the start of the run."""
+def _load_function(path: str, name: str, source: str) -> Callable[..., Any]:
+    """Runs the user's file from its text and returns the function; ValueError if it is missing or unfit."""
     try:
         module = user_files.load(pathlib.Path(path), source)
     except MemoryError:
@@ -291,16 +300,15 @@ def _load(path: str, name: str, source: str) -> Callable[..., Any]:
         raise ValueError(f"the file raises at import: {explain(e)}") from e
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
-        there = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        remedy = f"; give FILE.py:{there[0]}" if len(there) == 1 else ""
-        raise ValueError(f"the file has no {name!r}; it has {', '.join(there) or 'no function'}{remedy}")
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        remedy = f"; give FILE.py:{functions[0]}" if len(functions) == 1 else ""
+        raise ValueError(f"the file has no {name!r}; it has {', '.join(functions) or 'no function'}{remedy}")
     if not callable(function):
         raise ValueError(f"{name!r} is of type {type(function).__name__}; it must be a function")
     _check_signature(function, name)
     return function
 
 
-LENGTH = struct.Struct(">Q")
 _POLL_S = 0.5  # how soon the guard detects the trainer's end
 
 
@@ -315,33 +323,33 @@ def main(parent: int, memory_bytes: int) -> None:
     with contextlib.suppress(OSError):  # out of memory, the kernel kills a worker before the trainer
         pathlib.Path("/proc/self/oom_score_adj").write_text("500")
     child_process.hide()
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
+    wake_reader, wake_writer = os.pipe()
+    os.set_blocking(wake_writer, False)
     guard = os.getpid()
     worker = os.fork()
     if worker == 0:
         child_process.end_with_parent(guard, signal.SIGKILL)
-        os.close(woken)
-        os.close(wake)
+        os.close(wake_reader)
+        os.close(wake_writer)
         os.setsid()
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-        _work(requests, replies)
+        _run_jobs(requests, replies)
     os.close(requests)
     os.close(replies)
-    status = _watch(worker, parent, woken, wake)
+    status = _watch(worker, parent, wake_reader, wake_writer)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
     child_process.kill_all()
-    child_process.end_like(0 if status is None else os.waitstatus_to_exitcode(status))
+    child_process.exit_like(0 if status is None else os.waitstatus_to_exitcode(status))
 
 
-def _watch(worker: int, parent: int, woken: int, wake: int) -> int | None:
-    """Returns the worker's exit status; None if it has to be killed."""
-    stop = []
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+def _watch(worker: int, parent: int, wake_reader: int, wake_writer: int) -> int | None:
+    """Waits for the worker's end and returns its exit status; None if it is to be killed, as without a trainer."""
+    stop_signals = []
+    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-    while not stop and os.getppid() == parent:
+    signal.signal(signal.SIGTERM, lambda *_: stop_signals.append(1))
+    while not stop_signals and os.getppid() == parent:
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)  # including orphans of the worker
@@ -349,18 +357,19 @@ def _watch(worker: int, parent: int, woken: int, wake: int) -> int | None:
                     return status
                 if pid == 0:
                     break
-        if select.select([woken], [], [], _POLL_S)[0]:
-            os.read(woken, 4096)
+        if select.select([wake_reader], [], [], _POLL_S)[0]:
+            os.read(wake_reader, 4096)
     return None
 
 
-def _work(requests: int, replies: int) -> None:
-    me = os.getpid()
-    ready: dict[tuple[str, ...], Prepared] = {}
+def _run_jobs(requests: int, replies: int) -> None:
+    """The worker's loop: answers requests until the trainer closes the pipe; never returns."""
+    worker_pid = os.getpid()
+    prepared: dict[tuple[str, ...], Prepared] = {}
     with os.fdopen(requests, "rb") as stream:
         while (request := _receive(stream)) is not None:
-            reply = _reply(request, ready)
-            if os.getpid() != me:  # a fork made by the job returned here: only the first may answer
+            reply = _run_job(request, prepared)
+            if os.getpid() != worker_pid:  # a fork made by the job returned here: only the first may answer
                 os._exit(0)
             _send(replies, reply)
             if reply.get("retire"):
@@ -368,13 +377,14 @@ def _work(requests: int, replies: int) -> None:
     os._exit(0)
 
 
-def _reply(request: dict[str, Any], ready: dict[tuple[str, ...], Prepared]) -> dict[str, Any]:
+def _run_job(request: dict[str, Any], prepared: dict[tuple[str, ...], Prepared]) -> dict[str, Any]:
+    """Prepares the request's target, or scores its samples; an exception becomes an error in the reply."""
     try:
         target = tuple(request["target"])
         if request["samples"] is None:
-            ready[target] = prepare_target(target)
-            return {"batch": ready[target].batch}
-        return {"answers": ready[target].call(request["samples"])}
+            prepared[target] = prepare_target(target)
+            return {"batch": prepared[target].batch}
+        return {"answers": prepared[target].call(request["samples"])}
     except MemoryError:
         return {"memory": True, "retire": True}  # the memory may still be held
     except ValueError as e:
@@ -384,18 +394,20 @@ def _reply(request: dict[str, Any], ready: dict[tuple[str, ...], Prepared]) -> d
 
 
 def _receive(stream: BinaryIO) -> dict[str, Any] | None:
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:  # the trainer is gone
+    """Reads the next pickled request; None when the trainer has closed the pipe."""
+    prefix = stream.read(child_process.LENGTH.size)
+    if len(prefix) < child_process.LENGTH.size:  # the trainer is gone
         return None
-    message: dict[str, Any] = pickle.loads(stream.read(*LENGTH.unpack(head)))
+    message: dict[str, Any] = pickle.loads(stream.read(*child_process.LENGTH.unpack(prefix)))
     return message
 
 
 def _send(replies: int, reply: dict[str, Any]) -> None:
+    """Writes a reply as JSON with its length in front."""
     body = json.dumps(reply).encode()
-    left = memoryview(LENGTH.pack(len(body)) + body)
-    while left:
-        left = left[os.write(replies, left) :]
+    unsent = memoryview(child_process.LENGTH.pack(len(body)) + body)
+    while unsent:
+        unsent = unsent[os.write(replies, unsent) :]
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ def gsm8k(response: str, ground_truth: str) -> Verdict:
     """
     match = _GSM8K_ANSWER.search(response)
     number = None if match is None else _NUMBER.match(response, match.end())
-    whole = number is not None and _END.match(response, number.end()) is not None
-    return _number_verdict(number.group() if number is not None and whole else None, ground_truth)
+    ends_there = number is not None and _END.match(response, number.end()) is not None
+    return _number_verdict(number.group() if number is not None and ends_there else None, ground_truth)
 
 
 def gsm8k_flexible(response: str, ground_truth: str) -> Verdict:
@@ -85,8 +85,8 @@ def gsm8k_flexible(response: str, ground_truth: str) -> Verdict:
     Only written digits count: the last number of 1/2 is 2, of 5% it is 5. 1,8 and 1.2.3 are no numbers.
     """
     numbers = _ANY_NUMBER.findall(response)
-    whole = bool(numbers) and _NUMBER.fullmatch(numbers[-1].rstrip(".,")) is not None
-    return _number_verdict(numbers[-1] if whole else None, ground_truth)
+    is_number = bool(numbers) and _NUMBER.fullmatch(numbers[-1].rstrip(".,")) is not None
+    return _number_verdict(numbers[-1] if is_number else None, ground_truth)
 
 
 def exact(response: str, ground_truth: str) -> Verdict:
@@ -135,8 +135,8 @@ def math_verify(response: str, ground_truth: str) -> Verdict:
     if not answer:
         return Verdict(0.0, {"exact": 0.0, "answered": 0.0}, "")
     plain = "".join(answer.split())
-    same = plain == "".join(truth.split()) or _equal(truth, answer)
-    return Verdict(float(same), {"exact": float(same), "answered": 1.0}, plain)
+    is_equal = plain == "".join(truth.split()) or _equal_as_math(truth, answer)
+    return Verdict(float(is_equal), {"exact": float(is_equal), "answered": 1.0}, plain)
 
 
 _WORD = r"(?:[^\s{}$]|\{(?:[^{}]|\{[^{}]*\})*\})+"
@@ -166,7 +166,8 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def _equal(truth: str, answer: str) -> bool:
+def _equal_as_math(truth: str, answer: str) -> bool:
+    """Whether two formulas are equal by math-verify; ValueError if the truth cannot be parsed."""
     try:
         import math_verify as library  # half a second of sympy
     except ImportError as e:
@@ -179,13 +180,14 @@ def _equal(truth: str, answer: str) -> bool:
         # math-verify's own time limit is a signal, which only the main thread can have: the pool has a deadline
         return library.parse(rf"\boxed{{{text}}}", extraction_config=config, parsing_timeout=None)
 
-    of_truth = parsed(truth)
-    if not of_truth:
+    parsed_truth = parsed(truth)
+    if not parsed_truth:
         raise ValueError(f"ground_truth={truth!r} cannot be read as mathematics")
-    return bool(library.verify(of_truth, parsed(answer), timeout_seconds=None))
+    return bool(library.verify(parsed_truth, parsed(answer), timeout_seconds=None))
 
 
 def _letter_verdict(letter: str | None, ground_truth: str) -> Verdict:
+    """Compares a stated option with the truth; ValueError if the truth is no letter from A to E."""
     truth = ground_truth.strip().upper()
     if truth not in ("A", "B", "C", "D", "E"):
         raise ValueError(f"ground_truth={ground_truth!r} is not a letter from A to E")
@@ -195,24 +197,25 @@ def _letter_verdict(letter: str | None, ground_truth: str) -> Verdict:
 
 
 def _number_verdict(answer: str | None, ground_truth: str) -> Verdict:
+    """Compares a number's text with the truth by value; ValueError if the truth is no number."""
     truth = _number(ground_truth)
     if truth is None:
         raise ValueError(f"ground_truth={ground_truth!r} is not a number")
     number = None if answer is None else _number(answer)
     score = float(number is not None and number == truth)
     return Verdict(
-        score, {"exact": score, "answered": float(number is not None)}, "" if number is None else _one_form(number)
+        score, {"exact": score, "answered": float(number is not None)}, "" if number is None else _canonical(number)
     )
 
 
-def _one_form(number: decimal.Decimal) -> str:
-    """Returns the same text for 18, 18.0 and 018, without rounding."""
-    whole, _, rest = f"{abs(number) if number == 0 else number:f}".partition(".")
-    return f"{whole}.{rest.rstrip('0')}".rstrip(".")
+def _canonical(number: decimal.Decimal) -> str:
+    """Returns a number's only spelling, without rounding: the same for 18, 18.0 and 018."""
+    integer, _, fraction = f"{abs(number) if number == 0 else number:f}".partition(".")
+    return f"{integer}.{fraction.rstrip('0')}".rstrip(".")
 
 
 def _number(text: str) -> decimal.Decimal | None:
-    """Parses a number; None for texts like 1.2.3."""
+    """Parses a number with commas, currency and any minus; None for texts like 1.2.3."""
     try:
         number = decimal.Decimal(_IGNORED.sub("", text.translate(_AS_MINUS)).strip().rstrip("."))
     except decimal.InvalidOperation:
@@ -249,7 +252,7 @@ _MANY_TAGS = 10
 def gsm8k_strict(response: str, ground_truth: str) -> Verdict:
     """1 if the number after the last `#### ` of the last 300 characters is the truth, as text without commas."""
     numbers = _GSM8K.findall(response[-_GSM8K_END:])
-    return _verdict(numbers[-1].replace(",", "") if numbers else None, ground_truth)
+    return _text_verdict(numbers[-1].replace(",", "") if numbers else None, ground_truth)
 
 
 def math_reward(response: str, ground_truth: str) -> Verdict:
@@ -259,12 +262,12 @@ def math_reward(response: str, ground_truth: str) -> Verdict:
     """
     answer = last_box(response)
     if answer is None:
-        return _verdict(None, ground_truth)
+        return _text_verdict(None, ground_truth)
     try:
-        same = _normal_math(answer) == _normal_math(ground_truth)
+        is_equal = _normalize_hendrycks(answer) == _normalize_hendrycks(ground_truth)
     except ValueError:  # one of them cannot be normalised: both are compared as written
-        same = answer == ground_truth
-    return Verdict(float(same), {"exact": float(same), "answered": 1.0}, answer)
+        is_equal = answer == ground_truth
+    return Verdict(float(is_equal), {"exact": float(is_equal), "answered": 1.0}, answer)
 
 
 def math_dapo(response: str, ground_truth: str) -> Verdict:
@@ -273,8 +276,8 @@ def math_dapo(response: str, ground_truth: str) -> Verdict:
     Without an `Answer:`, the last `\boxed{}` of the last 100 characters is compared with the truth as text.
     """
     answers = _DAPO_ANSWER.findall(response[-_DAPO_END:])
-    answer: str | None = _normal_minerva(answers[-1] if answers else _NO_ANSWER)
-    right = answer == _normal_minerva(ground_truth)
+    answer: str | None = _normalize_minerva(answers[-1] if answers else _NO_ANSWER)
+    right = answer == _normalize_minerva(ground_truth)
     if answer == _NO_ANSWER:
         end = response[-_DAPO_BOX_END:]
         start = end.rfind(r"\boxed{")
@@ -292,15 +295,15 @@ def search_r1(response: str, ground_truth: str) -> Verdict:
     three quarters of the score.
     """
     answer = _last_answer(response)
-    wanted = {_normal_words(target) for target in _targets(ground_truth)}
-    right = answer is not None and _normal_words(answer) in wanted
-    many = max(response.count("<answer>"), response.count("</answer>")) > _MANY_TAGS
-    score = (0.25 if many else 1.0) * right
+    accepted = {_normalize_words(target) for target in _read_targets(ground_truth)}
+    right = answer is not None and _normalize_words(answer) in accepted
+    too_many_tags = max(response.count("<answer>"), response.count("</answer>")) > _MANY_TAGS
+    score = (0.25 if too_many_tags else 1.0) * right
     return Verdict(score, {"exact": float(right), "answered": float(answer is not None)}, answer or "")
 
 
-def _normal_math(text: str) -> str:
-    """Normalises by Hendrycks' rules; raises ValueError if they fail."""
+def _normalize_hendrycks(text: str) -> str:
+    """Normalises a formula by the rules of Hendrycks et al.; ValueError if they fail."""
     for old, new in (("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), (r"\left", ""),
                      (r"\right", ""), (r"^{\circ}", ""), (r"^\circ", ""), (r"\$", "")):  # fmt: skip
         text = text.replace(old, new)
@@ -317,8 +320,8 @@ def _normal_math(text: str) -> str:
     return _spelt_fraction("\\frac{1}{2}" if text == "0.5" else text)
 
 
-def _normal_minerva(text: str) -> str:
-    """Normalises by Minerva's rules."""
+def _normalize_minerva(text: str) -> str:
+    """Normalises an answer by the rules of Minerva."""
     text = text.split("=")[-1]
     for old, new in _REPLACED:
         text = text.replace(old, new)
@@ -342,7 +345,7 @@ def last_box(response: str) -> str | None:
     return box[len(r"\boxed{") : -1] if box and box.startswith(r"\boxed{") else None
 
 
-def _verdict(answer: str | None, ground_truth: str) -> Verdict:
+def _text_verdict(answer: str | None, ground_truth: str) -> Verdict:
     right = float(answer == ground_truth)
     return Verdict(right, {"exact": right, "answered": float(answer is not None)}, answer or "")
 
@@ -358,32 +361,33 @@ def _to_closing_brace(text: str) -> str | None:
 
 
 def _braced_roots(text: str) -> str:
-    first, *others = text.split(r"\sqrt")
-    if "" in others:
+    """Rewrites \\sqrt2 as \\sqrt{2}."""
+    start, *parts = text.split(r"\sqrt")
+    if "" in parts:
         raise ValueError(f"{text!r} ends in a root of nothing")
-    return first + "".join(rf"\sqrt{rest}" if rest[0] == "{" else rf"\sqrt{{{rest[0]}}}{rest[1:]}" for rest in others)
+    return start + "".join(rf"\sqrt{part}" if part[0] == "{" else rf"\sqrt{{{part[0]}}}{part[1:]}" for part in parts)
 
 
 def _braced_fractions(text: str) -> str:
     r"""Rewrites \frac12 and \frac1{2} as \frac{1}{2}; unchanged where a fraction has one character."""
-    first, *others = text.split(r"\frac")
-    braced = [first]
-    for rest in others:
-        if not rest:
+    start, *parts = text.split(r"\frac")
+    braced = [start]
+    for part in parts:
+        if not part:
             raise ValueError(f"{text!r} has a fraction of nothing")
-        if rest[0] != "{":
-            if len(rest) < 2:
+        if part[0] != "{":
+            if len(part) < 2:
                 return text
-            rest = f"{{{rest[0]}}}{rest[1:]}" if rest[1] == "{" else f"{{{rest[0]}}}{{{rest[1]}}}{rest[2:]}"
-        braced.append(rest)
+            part = f"{{{part[0]}}}{part[1:]}" if part[1] == "{" else f"{{{part[0]}}}{{{part[1]}}}{part[2:]}"
+        braced.append(part)
     return r"\frac".join(braced)
 
 
 def _spelt_fraction(text: str) -> str:
     """Rewrites 3/4 as a fraction if both are integers as Python writes them."""
     match = _SHORT_FRACTION.fullmatch(text)
-    written = match is not None and all(_is_written_integer(number) for number in match.groups())
-    return rf"\frac{{{match.group(1)}}}{{{match.group(2)}}}" if match is not None and written else text
+    is_written = match is not None and all(_is_written_integer(number) for number in match.groups())
+    return rf"\frac{{{match.group(1)}}}{{{match.group(2)}}}" if match is not None and is_written else text
 
 
 def _is_written_integer(number: str) -> bool:
@@ -392,6 +396,7 @@ def _is_written_integer(number: str) -> bool:
 
 
 def _last_answer(response: str) -> str | None:
+    """Returns the text of the last closed <answer> tag; None without one."""
     answer, start = None, 0
     while (opening := response.find("<answer>", start)) >= 0:
         closing = response.find("</answer>", opening)
@@ -401,17 +406,18 @@ def _last_answer(response: str) -> str | None:
     return answer
 
 
-def _normal_words(text: str) -> str:
+def _normalize_words(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 @functools.lru_cache(maxsize=1024)  # a prompt's responses share one truth
-def _targets(ground_truth: str) -> tuple[str, ...]:
+def _read_targets(ground_truth: str) -> tuple[str, ...]:
+    """Returns the accepted answers of a ground truth: itself, or the `target` of its JSON."""
     try:
-        held = json.loads(ground_truth)
+        parsed = json.loads(ground_truth)
     except ValueError:
         return (ground_truth,)
-    target = held.get("target") if isinstance(held, dict) else ground_truth
+    target = parsed.get("target") if isinstance(parsed, dict) else ground_truth
     targets = [target] if isinstance(target, str) else target
     if not isinstance(targets, list) or not all(isinstance(text, str) for text in targets):
         raise ValueError(f"ground_truth={ground_truth[:60]!r} must be text, or JSON with text or texts as 'target'")

@@ -28,24 +28,24 @@ class Refused(Exception):
 
 def main(directory: str, parent: int, device: str, dtype: str, threads: int, kind: str) -> None:
     """Answers requests until its input ends or its parent is gone."""
-    out = os.fdopen(os.dup(1), "wb")
+    replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of libraries must not mix with messages
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     torch.set_num_threads(threads)
     try:
         model = load_classifier(directory, device=device, dtype=dtype, kind=kind)
     except Refused as e:
-        _write(out, {"refused": str(e)})
+        _write_message(replies, {"refused": str(e)})
         return
-    _write(out, {"ready": {"device": device}})
-    while (message := _read(sys.stdin.buffer)) is not None:
+    _write_message(replies, {"ready": {"device": device}})
+    while (message := _read_message(sys.stdin.buffer)) is not None:
         try:
             scores = score_at(model, **message) if kind == "token" else score(model, message["ids"])
-            _write(out, {"scores": scores})
+            _write_message(replies, {"scores": scores})
         except BrokenPipeError:
             return
         except Exception as e:  # of this batch only, such as out of memory
-            _write(out, {"error": f"{type(e).__name__}: {e}"})
+            _write_message(replies, {"error": f"{type(e).__name__}: {e}"})
 
 
 def load_classifier(directory: str, *, device: str, dtype: str, kind: str = "sequence") -> Any:
@@ -59,7 +59,7 @@ def load_classifier(directory: str, *, device: str, dtype: str, kind: str = "seq
         ) from e
     if config.num_labels not in ((1, 2) if kind == "token" else (1,)):
         raise Refused(f"config.json gives it num_labels={config.num_labels}; a reward model has one")
-    caps = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    has_soft_caps = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     try:
         model, info = getattr(transformers, f"AutoModelFor{kind.title()}Classification").from_pretrained(
             directory,
@@ -67,7 +67,7 @@ def load_classifier(directory: str, *, device: str, dtype: str, kind: str = "seq
             dtype=getattr(torch, dtype),
             output_loading_info=True,
             local_files_only=True,
-            **({"attn_implementation": "eager"} if caps else {}),  # the only implementation with soft caps
+            **({"attn_implementation": "eager"} if has_soft_caps else {}),  # the only implementation with soft caps
         )
     except (OSError, ValueError, RuntimeError) as e:  # no weights, unknown class, other shapes
         raise Refused(str(e)) from e
@@ -89,14 +89,15 @@ def score(model: Any, ids: list[list[int]]) -> list[float]:
     return scores
 
 
-def score_at(model: Any, ids: list[list[int]], places: list[list[int]]) -> list[list[float]]:
-    """Returns the log-odds of each sequence at its places: the logit, or the second logit minus the first."""
+def score_at(model: Any, ids: list[list[int]], positions: list[list[int]]) -> list[list[float]]:
+    """Returns the log-odds of each sequence at its places: its logit, or of two labels the difference."""
     logits = _logits(model, ids)  # [texts, tokens, labels]
     odds = logits[..., -1] - (logits[..., 0] if logits.shape[-1] == 2 else 0)
-    return [odds[i, chosen].tolist() for i, chosen in enumerate(places)]
+    return [odds[i, columns].tolist() for i, columns in enumerate(positions)]
 
 
 def _logits(model: Any, ids: list[list[int]]) -> Any:
+    """Returns the logits of the padded sequences, [texts, labels] or [texts, tokens, labels] f32."""
     pad, longest = model.config.get_text_config().pad_token_id or 0, max(map(len, ids))
     tokens = torch.tensor([sequence + [pad] * (longest - len(sequence)) for sequence in ids])
     mask = torch.tensor([[1] * len(sequence) + [0] * (longest - len(sequence)) for sequence in ids])
@@ -104,24 +105,25 @@ def _logits(model: Any, ids: list[list[int]]) -> Any:
         return model(input_ids=tokens.to(model.device), attention_mask=mask.to(model.device)).logits.float()
 
 
-def _read(source: BinaryIO) -> Any:
+def _read_message(stream: BinaryIO) -> Any:
     """Reads the next message; None at the end."""
-    head = source.read(8)
-    if len(head) < 8:
+    prefix = stream.read(8)
+    if len(prefix) < 8:
         return None
-    (size,) = struct.unpack("<Q", head)
-    body = source.read(size)
+    (size,) = struct.unpack("<Q", prefix)
+    body = stream.read(size)
     return json.loads(body) if len(body) == size else None
 
 
-def _write(target: BinaryIO, message: Any) -> None:
+def _write_message(stream: BinaryIO, message: Any) -> None:
     """Writes and flushes a message."""
     body = json.dumps(message).encode()
-    target.write(struct.pack("<Q", len(body)) + body)
-    target.flush()
+    stream.write(struct.pack("<Q", len(body)) + body)
+    stream.flush()
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
+    """Ends this process when its parent has ended; runs in a thread."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os._exit(1)

@@ -57,9 +57,9 @@ class InprocessSettings:
         lengths = [self.max_prompt_length]
         while lengths[-1] // 2 >= _SHORTEST:
             lengths.append(-(-lengths[-1] // 2))
-        m = self.row_multiple
-        most = -(-self.rows // m) * m
-        return [(min(most, max(1, _FILL_TOKENS // length) * m), length) for length in reversed(lengths)]
+        multiple = self.row_multiple
+        most_prompts = -(-self.rows // multiple) * multiple
+        return [(min(most_prompts, max(1, _FILL_TOKENS // length) * multiple), length) for length in reversed(lengths)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Programs:
     advance: Callable[..., Slots]  # (model, slots, choice, enough)
     advance_cut: Callable[..., Slots]  # the same with top_p, top_k and min_p
 
-    def advancing(self, sampling: Sampling, vocab_size: int) -> Callable[..., Slots]:
+    def choose_advance(self, sampling: Sampling, vocab_size: int) -> Callable[..., Slots]:
         """Returns the program with or without top_p, top_k and min_p, as `sampling` needs."""
         cut = sampling.top_p < 1.0 or 1 <= sampling.top_k < vocab_size or sampling.min_p > 0.0
         return self.advance_cut if cut else self.advance
@@ -80,29 +80,29 @@ class Programs:
 
 def make_empty(s: InprocessSettings) -> tuple[Callable[[], Slots], Any]:
     """Makes the function that allocates free rows; returns also the shardings of its result."""
-    shape = dict[str, Any](rows=s.rows, length=s.max_model_len, dtype=s.dtype, experts=s.experts, kept=s.kept)
-    empty = functools.partial(generate.empty_slots, s.cfg, **shape)
-    places: Any = jax.tree.map(lambda _: s.by_row, jax.eval_shape(empty))
-    return empty, dataclasses.replace(places, cache=jax.tree.map(lambda _: s.of_cache, places.cache))
+    sizes = dict[str, Any](rows=s.rows, length=s.max_model_len, dtype=s.dtype, experts=s.experts, kept=s.kept)
+    empty = functools.partial(generate.empty_slots, s.cfg, **sizes)
+    shardings: Any = jax.tree.map(lambda _: s.by_row, jax.eval_shape(empty))
+    return empty, dataclasses.replace(shardings, cache=jax.tree.map(lambda _: s.of_cache, shardings.cache))
 
 
-def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int) -> Programs:
-    """Closes the pure functions over model and shapes; `turns` is the number of tokens per row and call."""
-    empty, places = make_empty(s)  # rows keep their sharding across programs; otherwise XLA would recompile
+def make_programs(s: InprocessSettings, ends: Sequence[int], *, steps: int) -> Programs:
+    """Makes the engine's programs, compiled at their first calls; `steps` is the number of tokens per row and call."""
+    empty, shardings = make_empty(s)  # rows keep their sharding across programs; otherwise XLA would recompile
     constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=s.by_row)
     on_mesh: dict[str, Any] = dict(constrain=constrain, mix=experts.make_mix(s.by_row.mesh, whole_rows=True))
 
-    def fill(model: Params, slots: Slots, *new: Any) -> Slots:
-        return generate.fill(model, s.cfg, slots, *new, **on_mesh)
+    def fill(model: Params, slots: Slots, *prompts: Any) -> Slots:
+        return generate.fill(model, s.cfg, slots, *prompts, **on_mesh)
 
     def advance(model: Params, slots: Slots, choice: SamplingRule, enough: Any, *, cut: bool) -> Slots:
         return generate.next_tokens(
-            model, s.cfg, slots, choice, enough, ends=tuple(ends), turns=turns, cut=cut, **on_mesh
+            model, s.cfg, slots, choice, enough, ends=tuple(ends), steps=steps, cut=cut, **on_mesh
         )
 
-    in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=places)
+    in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=shardings)
     return Programs(
-        empty=jax.jit(empty, out_shardings=places),
+        empty=jax.jit(empty, out_shardings=shardings),
         prepare=jax.jit(functools.partial(generate.prepare_model, cfg=s.cfg, dtype=s.dtype)),
         fill=in_place(fill),
         advance=in_place(functools.partial(advance, cut=False)),
@@ -145,22 +145,22 @@ class _Batcher:
         self._decode = decode
         self._version = version
         self._waiting: list[_Waiting] = []
-        self._came = asyncio.Event()
-        self._asked = 0
+        self._request_came = asyncio.Event()
+        self._request_count = 0
 
     async def ask(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
         """Returns one answer to `ids`; waits for a row."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(self._asked, np.asarray(ids, np.int32), sampling, seed, answer))
-        self._asked += 1
-        self._came.set()
+        self._waiting.append(_Waiting(self._request_count, np.asarray(ids, np.int32), sampling, seed, answer))
+        self._request_count += 1
+        self._request_came.set()
         return await answer
 
     def compile(self) -> None:
         """Runs every program on empty rows, so later calls do not compile."""
-        slots, choice = self._programs.empty(), choice_of(greedy(1))
+        slots, choice = self._programs.empty(), make_rule(greedy(1))
         for shape in self.settings.prompt_shapes:
-            slots = self._programs.fill(self._model, slots, *self._filling([], [], shape))
+            slots = self._programs.fill(self._model, slots, *self._fill_arguments([], [], shape))
         rows = np.int32(self.settings.rows)
         for advance in (self._programs.advance, *([self._programs.advance_cut] if self.settings.cut else [])):
             slots = advance(self._model, slots, choice, rows)
@@ -169,86 +169,89 @@ class _Batcher:
     async def answer_all(self) -> None:
         """Answers requests until it is cancelled."""
         s = self.settings
-        slots, under_way = self._programs.empty(), dict[int, _Waiting]()
+        slots, row_requests = self._programs.empty(), dict[int, _Waiting]()
         while True:
-            if not under_way:
-                self._came.clear()
+            if not row_requests:
+                self._request_came.clear()
                 while not self._waiting:
-                    await self._came.wait()
+                    await self._request_came.wait()
             await asyncio.sleep(0)  # lets answered and new callers submit requests
             # Longest first, so prompts of a prefill are similar; samples of a prompt stay together and share it.
-            asked = (request for request in self._waiting if not request.answer.done())  # its caller may have gone
-            waiting = sorted(asked, key=lambda r: (-len(r.ids), r.number))
-            if not (under_way or waiting):
+            requests = (request for request in self._waiting if not request.answer.done())  # its caller may have gone
+            waiting = sorted(requests, key=lambda r: (-len(r.ids), r.number))
+            if not (row_requests or waiting):
                 self._waiting = []
                 continue
-            sampling = (next(iter(under_way.values())) if under_way else waiting[0]).sampling
-            free = [row for row in range(s.rows) if row not in under_way]
-            while waiting and free:
-                slots, taken = self._fill(slots, waiting, free)
-                under_way |= dict(zip(free, taken, strict=False))
-                waiting, free = waiting[len(taken) :], free[len(taken) :]
+            sampling = (next(iter(row_requests.values())) if row_requests else waiting[0]).sampling
+            free_rows = [row for row in range(s.rows) if row not in row_requests]
+            while waiting and free_rows:
+                slots, placed = self._fill_rows(slots, waiting, free_rows)
+                row_requests |= dict(zip(free_rows, placed, strict=False))
+                waiting, free_rows = waiting[len(placed) :], free_rows[len(placed) :]
             self._waiting = waiting
-            enough = max(1, s.rows // _FREE) if waiting else s.rows
-            advance = self._programs.advancing(sampling, s.cfg.vocab_size)
-            slots = advance(self._model, slots, choice_of(sampling), np.int32(enough))
-            looked_at = (slots.tokens, slots.logprob, slots.last, slots.until, slots.experts, slots.kept)
-            tokens, logprob, last, until, experts, kept = await asyncio.to_thread(jax.device_get, looked_at)
+            free_rows_wanted = max(1, s.rows // _FREE) if waiting else s.rows
+            advance = self._programs.choose_advance(sampling, s.cfg.vocab_size)
+            slots = advance(self._model, slots, make_rule(sampling), np.int32(free_rows_wanted))
+            device_arrays = (slots.tokens, slots.logprob, slots.last, slots.until, slots.experts, slots.kept)
+            tokens, logprob, last, until, experts, kept = await asyncio.to_thread(jax.device_get, device_arrays)
             # The device knows neither stop texts, nor `stop_ids`, nor callers that have gone.
-            here_only = (r.sampling.stop or r.sampling.stop_ids or r.answer.done() for r in under_way.values())
-            until, tell = until.copy(), any(here_only)
-            for row, request in list(under_way.items()):
-                gone, begin, end = request.answer.done(), len(request.ids), int(last[row]) + 1
-                length = self._stopped(tokens[row, begin:end], request.sampling)
-                if length is None and end <= until[row] and not gone:
+            need_host_stop = (r.sampling.stop or r.sampling.stop_ids or r.answer.done() for r in row_requests.values())
+            until, stop_rows = until.copy(), any(need_host_stop)
+            for row, request in list(row_requests.items()):
+                abandoned, begin, end = request.answer.done(), len(request.ids), int(last[row]) + 1
+                length = self._stop_length(tokens[row, begin:end], request.sampling)
+                if length is None and end <= until[row] and not abandoned:
                     continue
-                here = slice(begin, end if length is None else begin + length)
-                by_id = not sampling.ignore_eos and int(tokens[row, here.stop - 1]) in self._ends
-                finish = "stop" if by_id or length is not None else "length"
-                if not gone:
-                    read = None if experts is None else experts[row, : here.stop - 1]
-                    ids = [one[one != -1] for one in kept[row, here]] if sampling.kept else None
-                    answer = self._answer(tokens[row, here], logprob[row, here], finish, read, ids)
+                span = slice(begin, end if length is None else begin + length)
+                ended_by_id = not sampling.ignore_eos and int(tokens[row, span.stop - 1]) in self._ends
+                finish = "stop" if ended_by_id or length is not None else "length"
+                if not abandoned:
+                    read = None if experts is None else experts[row, : span.stop - 1]
+                    kept_ids = [ids[ids != -1] for ids in kept[row, span]] if sampling.kept else None
+                    answer = self._make_answer(tokens[row, span], logprob[row, span], finish, read, kept_ids)
                     if sampling.kept:
-                        require_kept(answer.tokens, ids, sampling.kept, "the engine")
+                        require_kept(answer.tokens, kept_ids, sampling.kept, "the engine")
                     request.answer.set_result(answer)
-                del under_way[row]
+                del row_requests[row]
                 until[row] = last[row]
-            if tell:
+            if stop_rows:
                 slots = dataclasses.replace(slots, until=jax.device_put(until, s.by_row))
 
-    def _fill(self, slots: Slots, waiting: Sequence[_Waiting], free: Sequence[int]) -> tuple[Slots, Sequence[_Waiting]]:
+    def _fill_rows(
+        self, slots: Slots, waiting: Sequence[_Waiting], free_rows: Sequence[int]
+    ) -> tuple[Slots, Sequence[_Waiting]]:
         """Fills free rows with the first waiting requests, as many as one prefill takes; returns them."""
         count, length = next(shape for shape in self.settings.prompt_shapes if shape[1] >= len(waiting[0].ids))
-        read: dict[bytes, int] = {}
-        taken = list(
-            itertools.takewhile(lambda r: read.setdefault(r.beginning, len(read)) < count, waiting[: len(free)])
+        seen: dict[bytes, int] = {}
+        batch = list(
+            itertools.takewhile(lambda r: seen.setdefault(r.beginning, len(seen)) < count, waiting[: len(free_rows)])
         )
-        return self._programs.fill(self._model, slots, *self._filling(taken, free, (count, length))), taken
+        return self._programs.fill(self._model, slots, *self._fill_arguments(batch, free_rows, (count, length))), batch
 
-    def _filling(
-        self, taken: Sequence[_Waiting], free: Sequence[int], shape: tuple[int, int]
+    def _fill_arguments(
+        self, requests: Sequence[_Waiting], free_rows: Sequence[int], shape: tuple[int, int]
     ) -> tuple[np.ndarray, ...]:
-        """Returns the further arguments of `generate.fill`: prompts, source, length, until and seed."""
-        prompts, source, length, until, seed = filling(self.settings.rows, shape)
-        places: dict[bytes, int] = {}
-        for row, request in zip(free, taken, strict=False):
+        """Returns arguments of `generate.fill` for these requests: prompts, source, length, until and seed."""
+        prompts, source, length, until, seed = empty_fill(self.settings.rows, shape)
+        prompt_indices: dict[bytes, int] = {}
+        for row, request in zip(free_rows, requests, strict=False):
             ids = request.ids
-            place = places.setdefault(request.beginning, len(places))
-            prompts[place, : len(ids)] = ids
-            source[row], length[row], seed[row] = place, len(ids), request.seed
+            prompt_index = prompt_indices.setdefault(request.beginning, len(prompt_indices))
+            prompts[prompt_index, : len(ids)] = ids
+            source[row], length[row], seed[row] = prompt_index, len(ids), request.seed
             until[row] = len(ids) - 1 + request.sampling.max_tokens
         return prompts, source, length, until, seed
 
-    def _stopped(self, tokens: np.ndarray, sampling: Sampling) -> int | None:
+    def _stop_length(self, tokens: np.ndarray, sampling: Sampling) -> int | None:
         """Returns the number of tokens up to the first stop text or id; None without one."""
         length = cut_at(tokens.tolist(), self._decode, sampling.stop, new=TURNS)
-        by_id = np.flatnonzero(np.isin(tokens, sampling.stop_ids))
-        return length if not len(by_id) else min(length or len(tokens), int(by_id[0]) + 1)
+        stop_id_positions = np.flatnonzero(np.isin(tokens, sampling.stop_ids))
+        return length if not len(stop_id_positions) else min(length or len(tokens), int(stop_id_positions[0]) + 1)
 
-    def _answer(
+    def _make_answer(
         self, tokens: np.ndarray, logprob: np.ndarray, finish: str, experts: np.ndarray | None, kept: Kept | None
     ) -> Answer:
+        """Returns the answer with these sampled tokens; RolloutError if a log-prob is not finite."""
         if not np.isfinite(logprob).all():
             reason = f"the weights of version {self._version} give no finite numbers"
             raise RolloutError(f"an answer has tokens with the log-probs {logprob[:8]}...: {reason}")
@@ -257,13 +260,13 @@ class _Batcher:
         )
 
 
-def filling(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
-    """Returns the arguments of `generate.fill` without a prompt: prompts, source, length, until and seed."""
+def empty_fill(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
+    """Returns arguments of `generate.fill` that fill no row: prompts, source, length, until and seed."""
     prompts, seed = np.zeros(shape, np.int32), np.zeros(rows, np.uint32)
     return prompts, np.full(rows, -1, np.int32), np.ones(rows, np.int32), np.zeros(rows, np.int32), seed
 
 
-def choice_of(sampling: Sampling) -> SamplingRule:
+def make_rule(sampling: Sampling) -> SamplingRule:
     """Returns the sampling parameters as arrays for the programs."""
     fields: dict[str, Any] = dict(
         temperature=np.float32(sampling.temperature),
@@ -284,7 +287,7 @@ class InprocessEngine:
     def ready(
         self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str], talk: Talk | None = None
     ) -> "InprocessSampler":
-        """Returns the sampler without weights; `talk` None means one turn."""
+        """Returns the sampler, which has no weights yet; `talk` None means one turn."""
         return InprocessSampler(
             self.settings, eos_token_ids=eos_token_ids, decode=decode, talk=talk or protocol.one_turn(decode)
         )
@@ -308,7 +311,7 @@ class InprocessSampler(Sampler):
         self._decode = decode
         self._ends = frozenset(eos_token_ids)
         self._talk = talk
-        self._programs = make_programs(settings, eos_token_ids, turns=TURNS)
+        self._programs = make_programs(settings, eos_token_ids, steps=TURNS)
         self._compiled = False
         self.version: int | None = None
         self._policy: Weights | None = None
@@ -330,21 +333,22 @@ class InprocessSampler(Sampler):
     ) -> Future[list[Trajectory]]:
         """Like `Sampler.start`; blocks, because the devices are the trainer's."""
         self._check(prompts, sampling)
-        model = self._programs.prepare(placing.to_device(self._held()))
+        model = self._programs.prepare(placing.to_device(self._current_weights()))
 
         async def generate() -> list[Trajectory]:
+            """Runs the talks and the batcher that answers them, until all talks have ended."""
             batcher = self._batcher(model)
-            answering = asyncio.ensure_future(batcher.answer_all())
-            talking = asyncio.ensure_future(protocol.converse(batcher.ask, self._talk, prompts, sampling, done, only))
+            batching = asyncio.ensure_future(batcher.answer_all())
+            talks = asyncio.ensure_future(protocol.converse(batcher.ask, self._talk, prompts, sampling, done, only))
             try:
-                await asyncio.wait([answering, talking], return_when=asyncio.FIRST_COMPLETED)
-                if answering.done():  # it ends only by failing
-                    answering.result()
-                return await talking
+                await asyncio.wait([batching, talks], return_when=asyncio.FIRST_COMPLETED)
+                if batching.done():  # it ends only by failing
+                    batching.result()
+                return await talks
             finally:
-                answering.cancel()
-                talking.cancel()
-                await asyncio.gather(answering, talking, return_exceptions=True)
+                batching.cancel()
+                talks.cancel()
+                await asyncio.gather(batching, talks, return_exceptions=True)
 
         future: Future[list[Trajectory]] = Future()
         future.set_result(protocol.run(generate()))
@@ -359,23 +363,24 @@ class InprocessSampler(Sampler):
         return _Batcher(self.settings, self._programs, model, self._ends, self._decode, self.version)
 
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        s = self.settings
+        """Raises UserError for a prompt or sampling parameters that the engine cannot serve."""
+        settings = self.settings
         for prompt in prompts:
-            n = len(prompt.ids)
-            if not 1 <= n <= s.max_prompt_length or n + sampling.max_tokens > s.max_model_len:
+            length = len(prompt.ids)
+            if not 1 <= length <= settings.max_prompt_length or length + sampling.max_tokens > settings.max_model_len:
                 raise UserError(
-                    f"prompt {prompt.uid}: {n} tokens must be 1 to data.max_prompt_length={s.max_prompt_length}, and"
-                    f" with max_tokens={sampling.max_tokens} fit the engine's {s.max_model_len}; cut the prompt, or"
-                    " request less"
+                    f"prompt {prompt.uid}: {length} tokens must be 1 to data.max_prompt_length="
+                    f"{settings.max_prompt_length}, and with max_tokens={sampling.max_tokens} fit the engine's"
+                    f" {settings.max_model_len}; cut the prompt, or request less"
                 )
-        choice = sampling
-        if choice.max_tokens < 1 or choice.temperature < 0 or not 0 < choice.top_p <= 1 or not 0 <= choice.min_p < 1:
+        rule = sampling
+        if rule.max_tokens < 1 or rule.temperature < 0 or not 0 < rule.top_p <= 1 or not 0 <= rule.min_p < 1:
             raise UserError(
-                f"max_tokens={choice.max_tokens} must be at least 1, temperature={choice.temperature} at least 0,"
-                f" top_p={choice.top_p} above 0 and at most 1, min_p={choice.min_p} at least 0 and below 1"
+                f"max_tokens={rule.max_tokens} must be at least 1, temperature={rule.temperature} at least 0,"
+                f" top_p={rule.top_p} above 0 and at most 1, min_p={rule.min_p} at least 0 and below 1"
             )
 
-    def _held(self) -> Weights:
+    def _current_weights(self) -> Weights:
         if self._policy is None:
             raise RolloutError("the engine has no weights yet; publish some first")
         if any(x.is_deleted() for x in jax.tree.leaves(self._policy)):
@@ -398,16 +403,16 @@ def stream(
     length = next(n for _, n in s.prompt_shapes if n >= len(ids))
     prompt = np.zeros((1, length), np.int32)
     prompt[0, : len(ids)] = ids
-    place = (np.array([0], np.int32), np.array([len(ids)], np.int32))
+    row_and_length = (np.array([0], np.int32), np.array([len(ids)], np.int32))
     until = np.array([len(ids) - 1 + sampling.max_tokens], np.int32)
-    slots = programs.fill(model, programs.empty(), prompt, *place, until, np.array([sampling.seed], np.uint32))
-    advance, choice = programs.advancing(sampling, s.cfg.vocab_size), choice_of(sampling)
-    begin, going = len(ids), True
-    while going:
-        slots = advance(model, slots, choice, np.int32(1))
+    slots = programs.fill(model, programs.empty(), prompt, *row_and_length, until, np.array([sampling.seed], np.uint32))
+    advance, rule = programs.choose_advance(sampling, s.cfg.vocab_size), make_rule(sampling)
+    begin, unfinished = len(ids), True
+    while unfinished:
+        slots = advance(model, slots, rule, np.int32(1))
         tokens, logprob, last, until = jax.device_get((slots.tokens, slots.logprob, slots.last, slots.until))
-        here = slice(begin, int(last[0]) + 1)
-        if not np.isfinite(logprob[0, here]).all():
+        new = slice(begin, int(last[0]) + 1)
+        if not np.isfinite(logprob[0, new]).all():
             raise RolloutError("the weights give non-finite numbers; train the model again from an earlier checkpoint")
-        yield tokens[0, here].tolist()
-        begin, going = here.stop, bool(last[0] < until[0])
+        yield tokens[0, new].tolist()
+        begin, unfinished = new.stop, bool(last[0] < until[0])

@@ -19,8 +19,8 @@ from jppo import traces
 from jppo.errors import RunEnded
 from jppo.types import OVERFLOW, Prompt, Sampling, Trajectory
 
-Done = Callable[[int, Trajectory], None]
-Kept = list[np.ndarray]
+Done = Callable[[int, Trajectory], None]  # takes a finished sample's index, and the sample
+Kept = list[np.ndarray]  # kept tokens: for each sampled token, the ids that top_p, top_k and min_p left to sample from
 
 
 class RolloutError(RunEnded):
@@ -123,43 +123,45 @@ class Served(Sampler, Protocol):
         """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
 
 
-def joined(experts: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
-    """Returns the experts of tokens by the answer that read them first; `later` begins with the same tokens."""
+def join_experts(experts: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """Returns the experts of all tokens so far: earlier ones from `experts`, further ones from the answer's `later`."""
     if experts is not None and later is not None:
         later = np.concatenate([experts, later[len(experts) :]])
     return experts if later is None else later  # an aborted answer without tokens has none
 
 
-def of_tokens(experts: np.ndarray | None, count: int) -> np.ndarray | None:
-    """Returns the experts of `count` tokens, -1 for those that no answer has read."""
+def pad_experts(experts: np.ndarray | None, count: int) -> np.ndarray | None:
+    """Returns `experts` padded to `count` tokens, with -1 for those that no answer has read."""
     if experts is None:
         return None
     return np.pad(experts, ((0, count - len(experts)), (0, 0), (0, 0)), constant_values=-1)
 
 
-def require_kept(tokens: Sequence[int], kept: Kept | None, most: int, source: str) -> None:
-    """Raises RolloutError if `kept`, up to `most` ids of each token, is missing or lacks a token that was sampled."""
+def require_kept(tokens: Sequence[int], kept: Kept | None, most_kept: int, source: str) -> None:
+    """Raises RolloutError unless every sampled token is among its at most `most_kept` kept tokens."""
     if kept is None or len(kept) != len(tokens):
         count = "none" if kept is None else len(kept)
         raise RolloutError(f"{source} returned the kept tokens of {count} samples in place of {len(tokens)}")
-    for token, ids in zip(tokens, kept, strict=True):
-        if len(ids) > most:
-            raise RolloutError(f"{source} returned {len(ids)} kept tokens of a sample, and {most} were requested")
-        if len(ids) and ids[0] != OVERFLOW and token not in ids:
+    for token, kept_ids in zip(tokens, kept, strict=True):
+        if len(kept_ids) > most_kept:
             raise RolloutError(
-                f"{source} sampled token {token}, which is not among its {len(ids)} kept tokens {ids[:8].tolist()}...:"
-                " its sampling mask is of another token"
+                f"{source} returned {len(kept_ids)} kept tokens of a sample, and {most_kept} were requested"
+            )
+        if len(kept_ids) and kept_ids[0] != OVERFLOW and token not in kept_ids:
+            raise RolloutError(
+                f"{source} sampled token {token}, which is not among its {len(kept_ids)} kept tokens"
+                f" {kept_ids[:8].tolist()}...: its sampling mask is of another token"
             )
 
 
-def kept_array(kept: Kept | None, sampled: np.ndarray) -> np.ndarray | None:
-    """Returns the kept tokens of the tokens `sampled` [n] in the layout of `Trajectory`."""
+def pad_kept(kept: Kept | None, sampled: np.ndarray) -> np.ndarray | None:
+    """Returns the kept tokens of the tokens `sampled` [n], padded with -1 to the layout of `Trajectory`."""
     if kept is None:
         return None
-    out = np.full((len(sampled), max([1, *map(len, kept)])), -1, np.int32)
-    for i, ids in zip(np.flatnonzero(sampled), kept, strict=True):
-        out[i, : len(ids)] = ids
-    return out
+    padded = np.full((len(sampled), max([1, *map(len, kept)])), -1, np.int32)
+    for i, kept_ids in zip(np.flatnonzero(sampled), kept, strict=True):
+        padded[i, : len(kept_ids)] = kept_ids
+    return padded
 
 
 def greedy(max_tokens: int, *, stop: tuple[str, ...] = (), ignore_eos: bool = False) -> Sampling:
@@ -179,8 +181,8 @@ def greedy(max_tokens: int, *, stop: tuple[str, ...] = (), ignore_eos: bool = Fa
 
 def sample_seed(seed: int, prompt: int, sample: int) -> int:
     """Returns the 31-bit seed of one sample, independent of the other samples."""
-    words = (seed, prompt, sample)
-    entropy = words if max(words) >> 32 else np.array(words, np.uint32)  # the same, in half the time
+    numbers = (seed, prompt, sample)
+    entropy = numbers if max(numbers) >> 32 else np.array(numbers, np.uint32)  # the same, in half the time
     return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
 
 
@@ -188,7 +190,7 @@ T = TypeVar("T")
 
 
 def one_turn(decode: Callable[[list[int]], str]) -> Talk:
-    """Returns the single-turn talk."""
+    """Returns the talk of one turn: a prompt and one answer."""
 
     async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         answer = await ask(prompt.ids.tolist(), sampling=sampling, seed=seed, near=near)
@@ -211,8 +213,8 @@ def respond(prompt: Prompt, answer: Answer, *, text: str) -> Trajectory:
         finish=answer.finish,
         turns=1,
         server=answer.server,
-        experts=of_tokens(answer.experts, before + after),
-        kept=kept_array(answer.kept, sampled),
+        experts=pad_experts(answer.experts, before + after),
+        kept=pad_kept(answer.kept, sampled),
     )
 
 
@@ -230,20 +232,20 @@ async def converse(
     """
     wanted = range(len(prompts) * sampling.n) if only is None else sorted(only)
 
-    async def hold(number: int) -> Trajectory:
-        i, j = divmod(number, sampling.n)
-        seed = sample_seed(sampling.seed, i, j)
-        with traces.span("sample", prompt=prompts[i].uid, number=j) as note:
-            t = await talk(ask, prompts[i], sampling=sampling, seed=seed, near=i)
+    async def run_talk(index: int) -> Trajectory:
+        prompt_index, sample_index = divmod(index, sampling.n)
+        seed = sample_seed(sampling.seed, prompt_index, sample_index)
+        with traces.span("sample", prompt=prompts[prompt_index].uid, number=sample_index) as annotate:
+            t = await talk(ask, prompts[prompt_index], sampling=sampling, seed=seed, near=prompt_index)
             versions = sorted({*t.version[t.sampled].tolist()})
-            note(versions=versions, server=t.server, turns=t.turns, tokens=int(t.sampled.sum()), finish=t.finish)
+            annotate(versions=versions, server=t.server, turns=t.turns, tokens=int(t.sampled.sum()), finish=t.finish)
             if done is not None:
-                done(number, t)
+                done(index, t)
         return t
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(hold(number)) for number in wanted]
+            tasks = [group.create_task(run_talk(index)) for index in wanted]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None  # the first; the others were cancelled or are alike
     return [task.result() for task in tasks]
@@ -272,29 +274,29 @@ def cut_at(tokens: Sequence[int], decode: Callable[[list[int]], str], stop: Sequ
     """
     if not stop:
         return None
-    known = max(0, len(tokens) - new)
-    first, back, room = known, new, max(map(len, stop)) + SPOILED
-    while first > 0 and len(decode(list(tokens[first:known])).rstrip(HALF)) < room:
-        first, back = max(0, known - back), 2 * back
+    checked = max(0, len(tokens) - new)
+    start, step, needed_chars = checked, new, max(map(len, stop)) + SPOILED
+    while start > 0 and len(decode(list(tokens[start:checked])).rstrip(HALF)) < needed_chars:
+        start, step = max(0, checked - step), 2 * step
 
-    def holds(end: int) -> bool:
-        while (text := decode(list(tokens[first:end]))).endswith(HALF):
+    def has_stop(end: int) -> bool:
+        while (text := decode(list(tokens[start:end]))).endswith(HALF):
             end -= 1
-        return any(ending in text for ending in stop)
+        return any(stop_text in text for stop_text in stop)
 
-    ends = range(known + 1, len(tokens) + 1)
-    if not ends or not holds(len(tokens)):
+    candidates = range(checked + 1, len(tokens) + 1)
+    if not candidates or not has_stop(len(tokens)):
         return None
-    return ends[bisect.bisect_left(ends, True, key=holds)]
+    return candidates[bisect.bisect_left(candidates, True, key=has_stop)]
 
 
-def begun(tokens: Sequence[int], decode: Callable[[list[int]], str], stop: Sequence[str]) -> bool:
-    """Whether the text ends inside a possible stop text, or inside a character."""
+def may_end_in_stop(tokens: Sequence[int], decode: Callable[[list[int]], str], stop: Sequence[str]) -> bool:
+    """Whether the decoded text ends in the beginning of a stop text, or inside a character."""
     if not stop:
         return False
-    back = max(map(len, stop)) + SPOILED
-    first = max(0, len(tokens) - back)
-    while first > 0 and len(decode(list(tokens[first:])).rstrip(HALF)) < back:
-        first = max(0, first - back)
-    text = decode(list(tokens[first:]))
+    needed_chars = max(map(len, stop)) + SPOILED
+    start = max(0, len(tokens) - needed_chars)
+    while start > 0 and len(decode(list(tokens[start:])).rstrip(HALF)) < needed_chars:
+        start = max(0, start - needed_chars)
+    text = decode(list(tokens[start:]))
     return text.endswith((HALF, *(ending[:length] for ending in stop for length in range(1, len(ending)))))

@@ -47,20 +47,20 @@ class PolicyPublisher:
     def __init__(self, publish: Callable[[TrainState], None], *, early: bool):
         self._publish = publish
         self._pool = ThreadPoolExecutor(1, "publish") if early else None
-        self._under_way: Future[None] | None = None
+        self._running: Future[None] | None = None
 
-    def begin(self, now: TrainState) -> None:
-        """Starts publishing the policy of `now`, now final, if it may overlap."""
+    def begin(self, state: TrainState) -> None:
+        """Starts publishing the policy of `state`, now final, if it may overlap."""
         if self._pool is not None:
-            self._under_way = self._pool.submit(self._publish, now)
+            self._running = self._pool.submit(self._publish, state)
 
-    def finish(self, now: TrainState) -> None:
-        """Publishes the policy of `now`, or waits for `begin`; raises its error."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
-            self._publish(now)
+    def finish(self, state: TrainState) -> None:
+        """Publishes the policy of `state`, or waits for `begin`; raises its error."""
+        running, self._running = self._running, None
+        if running is None:
+            self._publish(state)
         else:
-            under_way.result()
+            running.result()
 
     def __enter__(self) -> Self:
         return self
@@ -82,48 +82,46 @@ class Repeatable:
 
 
 def publish_policy(
-    how: PublishSettings, learner: Learner, sampler: Source, now: TrainState, hosts: Hosts = ALONE
+    s: PublishSettings, learner: Learner, sampler: Source, state: TrainState, hosts: Hosts = ALONE
 ) -> None:
     """Publishes the policy to the engine: whole, or only its adapters."""
-    version, mode = int(now.step), how.on_update
+    version, mode = int(state.step), s.on_update
     if isinstance(sampler, InprocessSampler):
-        policy, own = learner.policy(now), sharding.own_part(learner.mesh)
-        sampler.hold(policy if own is learner.mesh else placing.local(policy, own), version=version)
+        policy, own_mesh = learner.policy(state), sharding.own_part(learner.mesh)
+        sampler.hold(policy if own_mesh is learner.mesh else placing.local(policy, own_mesh), version=version)
         return
-    if how.adapters is None:
-        _load(how, sampler, learner.policy(now), learner.cfg, hosts, version=version, mode=mode)
+    if s.adapters is None:
+        _load(s, sampler, learner.policy(state), learner.cfg, hosts, version=version, mode=mode)
         return
-    save = functools.partial(
-        hf_write.save_adapter, learned=now.policy, cfg=learner.cfg, spec=how.adapters, base=how.base
+    save_adapter = functools.partial(
+        hf_write.save_adapter, learned=state.policy, cfg=learner.cfg, spec=s.adapters, base=s.base
     )
-    hosts.together(lambda: sampler.load_adapter(save, version=version, mode=mode))
+    hosts.together(lambda: sampler.load_adapter(save_adapter, version=version, mode=mode))
 
 
-def publish_base(how: PublishSettings, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
+def publish_base(s: PublishSettings, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
     """Publishes the policy's frozen base, where later only the adapters are published."""
-    base = learner.actor.base
-    if base is not None and not isinstance(sampler, InprocessSampler) and how.adapters is not None:
-        _load(how, sampler, base.params, learner.cfg, hosts, version=version)
+    frozen_base = learner.actor.base
+    if frozen_base is not None and not isinstance(sampler, InprocessSampler) and s.adapters is not None:
+        _load(s, sampler, frozen_base.params, learner.cfg, hosts, version=version)
 
 
-def _load(
-    how: PublishSettings, sampler: Served, model: Weights, cfg: ModelConfig, hosts: Hosts, **options: Any
-) -> None:
-    """Loads all weights into each host's servers; a host that fails still joins the others' gathers."""
-    export: Callable[..., Iterator[tuple[str, Any]]] = hf_write.device_tensors if how.on_device else hf_write.hf_tensors
-    make = functools.partial(export, model, cfg, dtype=how.dtype)
+def _load(s: PublishSettings, sampler: Served, model: Weights, cfg: ModelConfig, hosts: Hosts, **options: Any) -> None:
+    """Loads all weights of `model` into each host's servers; a host that fails still joins the others' gathers."""
+    export: Callable[..., Iterator[tuple[str, Any]]] = hf_write.device_tensors if s.on_device else hf_write.hf_tensors
+    make = functools.partial(export, model, cfg, dtype=s.dtype)
 
     def load() -> None:
         if hosts.count == 1:
             sampler.load(Repeatable(make), **options)
             return
-        with hf_write.fetched_by_all(make()) as tensors:
+        with hf_write.exhaust_on_exit(make()) as tensors:
             sampler.load(tensors, **options)
 
     hosts.together(load)
 
 
-def publish_stored(path: str, sampler: Source, cfg: ModelConfig, mesh: Mesh, *, param_dtype: str) -> None:
+def publish_checkpoint(path: str, sampler: Source, cfg: ModelConfig, mesh: Mesh, *, param_dtype: str) -> None:
     """Publishes the model stored at `path` as version 0; the in-process engine holds it sharded over `mesh`."""
     if isinstance(sampler, InprocessSampler):
         cfg = pad_vocab(cfg, mesh.shape["tensor"])

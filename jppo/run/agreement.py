@@ -18,6 +18,7 @@ from jppo.rollout.protocol import RolloutError, Sampler
 from jppo.run.inputs import Inputs
 from jppo.runlog import trajectories
 from jppo.runlog.checkpoint import NonFinite
+from jppo.runlog.diagnosis import Alert
 from jppo.samples.make import step_sampling
 from jppo.settings import Loop, Settings
 from jppo.types import Array, Batch, Prompt, Reward, Sampling, TrainState, Trajectory
@@ -29,7 +30,7 @@ PROBE_ROUNDS = ((4, 0.5), (64, 1.0))
 
 # Nats per token by dtype, of the quantile HIGH; MEAN of it bounds the mean. Right engines had at most 45% of both: in
 # float32 1.3e-4 of any token (docs/rollout.md, families), in bfloat16 0.117 of the quantile (huggingface/trl#6789) and
-# 0.044 of the mean (docs/rollout.md, routing replay). benchmarks/agreement.py has what wrong weights have. Quantised
+# 0.044 of the mean (docs/rollout.md, routing replay). tests/agreements.py has what wrong weights have. Quantised
 # ones had 0.58 and 0.16 (docs/rollout.md, quantised weights).
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.4, "quantized": 1.5}
 HIGH, MEAN = 0.95, 0.25
@@ -183,6 +184,30 @@ def _logprob_gaps(learner: StepLearner, now: TrainState, responses: Sequence[Tra
     data = ppo.with_old_logprob(learner.passes, recipe, data, micros, learner.policy(now))
     gap = np.abs(np.asarray(data["old_logprob"]) - data.rollout_logprob)
     return [row[mask] for row, mask in zip(gap, np.asarray(data.mask), strict=True)]
+
+
+def sampling_warnings(c: Settings, step: int = 0) -> list[Alert]:
+    """Returns warnings on the sampling settings, before the run does anything.
+
+    A filtered distribution is renormalised at every token; the trainer's log-probs are of the full one without mask
+    replay. Importance weights correct exactly this.
+    """
+    alerts = []
+    cut = ", ".join(f"rollout.{name}={value:g}" for name, value in settings.cuts(c.rollout).items())
+    weighted = c.algorithm.old_logprob == "correction" and c.algorithm.rollout_is != "none"
+    if cut and not (c.rollout.mask_replay or weighted):
+        message = f"{cut}: responses are drawn from a part of the policy, and learned from as if from the whole of it"
+        remedy = "set rollout.mask_replay=True, or algorithm.old_logprob=correction with algorithm.rollout_is=token, or"
+        alerts.append(Alert(step, "sampling_cut", message, f"{remedy} leave the cut to rollout.val_kwargs"))
+    # In process, only the trainer can change the weights.
+    if c.algorithm.old_logprob == "bypass" and c.rollout.max_kl_jump and c.rollout.name != "inprocess":
+        message = (
+            f"rollout.max_kl_jump={c.rollout.max_kl_jump:g}: servers whose weights are changed in mid-run go unnoticed,"
+        )
+        remedy = "set algorithm.old_logprob=decoupled, or rollout.max_kl_jump=0 where nobody else reaches the servers"
+        why = "as algorithm.old_logprob=bypass computes no log-probs to compare theirs with"
+        alerts.append(Alert(step, "mismatch_unchecked", f"{message} {why}", remedy))
+    return alerts
 
 
 class Match:

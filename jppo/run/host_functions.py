@@ -18,7 +18,7 @@ from jppo.data.stream import Cursor
 from jppo.errors import UserError
 from jppo.learner.episodes import Episodes
 from jppo.learner.views import COLUMN
-from jppo.registry import at_line, said
+from jppo.registry import at_line, explain
 from jppo.samples.queue import StepSamples
 from jppo.settings import parts
 from jppo.types import Batch, Reward, StepData, Trajectory
@@ -42,7 +42,7 @@ def columns_of(run: "Run", episodes: Episodes) -> dict[str, np.ndarray]:
 def call_host_functions(
     run: "Run", number: int, samples: StepSamples, rewards: list[Reward], data: Batch, taken: Collection[str]
 ) -> tuple[Cursor, dict[str, float]]:
-    """Calls `update` and `listen`; returns the new position in the data and `listen`'s metrics, of names not `taken`."""
+    """Calls `update` and `listen`; returns the new position in the data and the metrics of `listen`, not in `taken`."""
     algorithm = run.learner.recipe.algorithm
     step = None
     if algorithm.update is not None or algorithm.listen is not None:
@@ -97,7 +97,9 @@ def call_listen(
     try:
         metrics = {name: float(value) for name, value in dict(listen(step)).items()}
     except Exception as e:  # a user's function may raise anything
-        raise UserError(f"{setting}: listen raises {said(e)}; correct it, to return numbers by name{at_line(e)}") from e
+        raise UserError(
+            f"{setting}: listen raises {explain(e)}; correct it, to return numbers by name{at_line(e)}"
+        ) from e
     for name in metrics:
         if not isinstance(name, str) or not name or name in (*taken, *OF_LINES) or name.startswith(parts.OWN):
             raise UserError(

@@ -2,24 +2,28 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jppo.agent.make import Agent, make_agent
 from jppo.data.memory import AlgorithmMemory, Memory
 from jppo.data.prompts import PromptSet, mixture, read_prompts
-from jppo.data.stream import steps_per_epoch, user_order
+from jppo.data.stream import user_order
 from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.errors import UserError, expanded
-from jppo.learner.make import make_adapters, make_algorithm, read_models_of_run, require_optimizers
+from jppo.learner.make import make_adapters, require_optimizers
 from jppo.learner.ppo import ModelConfigs
 from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.rewards.make import make_refusal, needed_columns, require_parts
+from jppo.run.loop import total_steps
+from jppo.run.make import make_algorithm, read_models_of_run
+from jppo.run.tokenizer import read_tokenizer
 from jppo.samples.make import prompts_per_batch, require_given
-from jppo.settings import Common, Loop, Settings, Training, parts, template_arguments
+from jppo.settings import Loop, Settings, parts, template_arguments
 from jppo.settings.texts import addresses_by_source
+
+if TYPE_CHECKING:
+    from jppo.agent.make import Agent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,7 @@ class Inputs(ModelConfigs):
     train: PromptSet
     val: PromptSet
     sources: tuple[str, ...]  # data_source of every row
-    agent: Agent | None = None  # None: single-turn
+    agent: "Agent | None" = None  # None: single-turn
 
     def reward_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `make_reward_sum`."""
@@ -54,7 +58,7 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
         _check_reference_tokens(c.ref.path, tokenizer)
     check_stop_texts(tokenizer, c.rollout.stop_texts)
     end_tokens = end_token_ids(c.model.path, tokenizer)
-    agent = make_agent(c, tokenizer, end_tokens)
+    agent = _make_agent(c, tokenizer, end_tokens)
     arguments = dict[str, Any](max_samples=c.data.train_max_samples) | _prompt_arguments(c, tokenizer, agent)
     prompts = _require_messages(c, read_prompts(c.data.train_files, **arguments))
     train = mixture(prompts, c.data.mix, batch_size=prompts_per_batch(c))
@@ -84,6 +88,15 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
         agent=agent,
         total_steps=total_steps(c, len(train.prompts)),
     )
+
+
+def _make_agent(c: Settings, tokenizer: Any, end_tokens: tuple[int, ...]) -> "Agent | None":
+    """Makes and checks what leads the conversations; None for single-turn rollouts."""
+    if not (c.rollout.multi_turn.enable or c.rollout.agent):
+        return None
+    from jppo.agent.make import make_agent
+
+    return make_agent(c, tokenizer, end_tokens)
 
 
 def _with_memory(c: Settings, train: PromptSet) -> PromptSet:
@@ -121,12 +134,6 @@ def _require_teachers(url: str, sources: Set[str]) -> None:
         )
 
 
-def total_steps(c: Training, examples: int) -> int:
-    """Returns the steps of a run: `trainer.total_training_steps`, or all epochs' steps."""
-    steps = c.trainer.total_training_steps
-    return steps if steps != -1 else steps_per_epoch(examples, c.data.train_batch_size) * c.trainer.total_epochs
-
-
 def read_test(c: Settings) -> Inputs:
     """Reads the inputs of an evaluation: the policy, with weights, and the test set; no training data."""
     _, policy = hf.read_config(c.model.path, longest=c.data.longest_row)
@@ -135,7 +142,7 @@ def read_test(c: Settings) -> Inputs:
     tokenizer = read_tokenizer(c, policy)
     check_stop_texts(tokenizer, c.rollout.stop_texts)
     end_tokens = end_token_ids(c.model.path, tokenizer)
-    agent = make_agent(c, tokenizer, end_tokens)
+    agent = _make_agent(c, tokenizer, end_tokens)
     val = _read_val(c, tokenizer, agent)
     return Inputs(
         tokenizer=tokenizer,
@@ -148,7 +155,7 @@ def read_test(c: Settings) -> Inputs:
     )
 
 
-def _read_val(c: Settings, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
+def _read_val(c: Settings, tokenizer: Any, agent: "Agent | None" = None) -> PromptSet:
     """Reads the validation prompts."""
     arguments = dict[str, Any](max_samples=c.data.val_max_samples, setting="data.val_files")
     return _require_messages(c, read_prompts(c.data.val_files, **arguments, **_prompt_arguments(c, tokenizer, agent)))
@@ -167,11 +174,11 @@ def engine_arguments(inputs: Inputs) -> dict[str, Any]:
     return arguments if inputs.agent is None else arguments | {"talk": inputs.agent.talk}
 
 
-def _tool_rewards(agent: Agent | None) -> bool:
+def _tool_rewards(agent: "Agent | None") -> bool:
     return agent is not None and agent.toolbox.rewards
 
 
-def _prompt_arguments(c: Settings, tokenizer: Any, agent: Agent | None) -> dict[str, Any]:
+def _prompt_arguments(c: Settings, tokenizer: Any, agent: "Agent | None") -> dict[str, Any]:
     """Returns the arguments of `read_prompts` for the training and the validation set."""
     return dict(
         tokenizer=tokenizer,
@@ -215,32 +222,6 @@ def require_publishable(c: Loop, policy: ModelConfig) -> None:
             f"rollout.name='sglang': publishing {' and '.join(untried)} of a {policy.family} model to SGLang is"
             " untested, and its load reports no tensor that it left out; set rollout.name to vllm or inprocess"
         )
-
-
-def read_tokenizer(c: Common, *models: ModelConfig) -> Any:
-    """Reads the policy's tokenizer and checks it and the lengths against every model that reads its tokens."""
-    tokenizer = load_tokenizer(c.model.path)
-    longest = c.data.longest_row
-    for model in models:
-        if len(tokenizer) > model.vocab_size:
-            raise UserError(
-                f"{c.model.path}: the tokenizer has {len(tokenizer)} tokens, the embedding of a model that reads them"
-                f" vocab_size={model.vocab_size}; use the tokenizer that the model was made with"
-            )
-        configured = c.model.max_position_embeddings
-        rope_limit = min((kind.rotary.longest or math.inf for kind in model.kinds), default=math.inf)
-        if configured > rope_limit:
-            raise UserError(
-                f"model.max_position_embeddings={configured} must be at most {rope_limit}, the context of the model's"
-                " rope scaling; lower it"
-            )
-        context = configured if configured > 0 else model.max_position_embeddings
-        if longest > context:
-            raise UserError(
-                f"data.max_prompt_length+data.max_response_length={longest} must be within the model's"
-                f" max_position_embeddings={context}; lower one of them, or raise model.max_position_embeddings"
-            )
-    return tokenizer
 
 
 def _check_reference_tokens(path: str, tokenizer: Any) -> None:

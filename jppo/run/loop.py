@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jppo.data.stream import steps_per_epoch
 from jppo.distributed.hosts import Hosts, Stopped
 from jppo.errors import RunEnded
 from jppo.learner import sharding
@@ -81,8 +82,7 @@ def learn(run: Opened, method: Method, now: Progress) -> Progress:
                 with timer("testing"):
                     metrics |= method.test(now)
             metrics |= timer.next_step() | sharding.memory()
-            if (tokens := metrics.get("perf/total_num_tokens")) is not None:  # else pending in a former checkpoint
-                metrics["perf/throughput"] = tokens / metrics["timing_s/step"]
+            metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
             run.logger.log(now.step, metrics)
             now = dataclasses.replace(now, unlogged=None)
             method.require_progress(now)
@@ -106,3 +106,9 @@ def learn(run: Opened, method: Method, now: Progress) -> Progress:
 def due(step: int, every: int) -> bool:
     """Whether a periodic action is due at `step`; -1 disables it."""
     return every > 0 and step % every == 0
+
+
+def total_steps(c: Training, examples: int) -> int:
+    """Returns the steps of a run: `trainer.total_training_steps`, or all epochs' steps."""
+    steps = c.trainer.total_training_steps
+    return steps if steps != -1 else steps_per_epoch(examples, c.data.train_batch_size) * c.trainer.total_epochs

@@ -6,7 +6,7 @@ brings the scores, the loss of a batch's scores, and what the loss needs besides
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -14,19 +14,19 @@ import numpy as np
 from jppo.data.preferences import Pair, PairSet, read_pairs
 from jppo.errors import escaped
 from jppo.learner import batch, cost, packing, sharding
-from jppo.learner.programs import Program, update_programs
 from jppo.learner.trainable import Trainable
 from jppo.models import placing
 from jppo.models.params import Head
-from jppo.preflight import memory, preview, programs
-from jppo.preflight.checks import dry_run_of_one_model
-from jppo.preflight.preview import DryRun
+from jppo.preflight.request import DryRun
 from jppo.run import supervised
 from jppo.run.resume import checksum_of, require_resumable
 from jppo.runlog.console import Columns
 from jppo.runlog.make import require_loggers
 from jppo.settings import Paired, PairTraining, PreferenceTuning
 from jppo.types import Array, Params, Rows, Trajectory
+
+if TYPE_CHECKING:
+    from jppo.preflight.programs import Estimate
 
 C = TypeVar("C", bound=Paired)
 LossInputs = tuple[np.ndarray, ...]
@@ -132,13 +132,15 @@ def pair_blocks(c: Paired, count: int) -> list[range]:
 
 def dry_run_of_pairs(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairTask]) -> str:
     """Returns the report of a dry run on pairs; reads no weights."""
+    from jppo.preflight import preview
+    from jppo.preflight.checks import dry_run_of_one_model
 
     def describe(task: PairTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
         lines = [
             f"pairs            {_describe_count(task.pairs)}",
             f"held out         {_describe_count(task.held_out)}",
             f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} pairs, one optimizer step",
-            f"rows             {preview.shapes(task.plan)}",
+            f"rows             {preview.describe_shapes(task.plan)}",
             f"                 up to {micro_batches} micro-batches a step, each read twice",
             f"to compile       {2 * len(task.plan.shapes) + 3} programs for {len(task.plan.shapes)} shape(s)",
         ]
@@ -147,8 +149,11 @@ def dry_run_of_pairs(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairT
     return dry_run_of_one_model(c, request, prepare, _estimate, describe, head=HEADS[type(c)])
 
 
-def _estimate(c: Paired, task: PairTask) -> tuple[programs.Estimate, int]:
+def _estimate(c: Paired, task: PairTask) -> tuple["Estimate", int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
+    from jppo.learner.programs import Program, update_programs
+    from jppo.preflight import memory, programs
+
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     shapes, lm = memory.largest_shapes(plan), task.head == "lm"
     trainable, now = memory.sketch_update(
@@ -164,13 +169,15 @@ def _estimate(c: Paired, task: PairTask) -> tuple[programs.Estimate, int]:
 
     def useful_flop(program: Program) -> int:
         flop_of = cost.forward if program.stage == "scoring" else cost.update
-        return memory.useful(c, task.cfg, program.rows, task.adapters, head=lm, count=flop_of) if program.rows else 0
+        return (
+            memory.useful_flop(c, task.cfg, program.rows, task.adapters, head=lm, count=flop_of) if program.rows else 0
+        )
 
     moments = memory.account_for(listed, shapes, useful_flop)
     longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
     packed = pack_pairs(task, longest)
     copy = {"initial policy": programs.size(learned)} if _keeps_copy(c) else {}
-    return memory.of_one_model(c, trainable, now, moments, packed, further=copy), len(packed)
+    return memory.estimate_one_model(c, trainable, now, moments, packed, other_parts=copy), len(packed)
 
 
 def _keeps_copy(c: Paired) -> bool:

@@ -4,10 +4,9 @@ import dataclasses
 import importlib.metadata
 import math
 import pathlib
-import re
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,16 +15,16 @@ from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
 from jppo.errors import UserError, expanded
 from jppo.learner import optim, state
-from jppo.learner.ppo import Learner
-from jppo.learner.state import Spare, scalar
-from jppo.rewards.parts import RewardSum
-from jppo.run.inputs import Inputs
+from jppo.learner.state import Spare
 from jppo.run.loop import Progress
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import Restored, checksum_of_all, require_checkpoint, restore
 from jppo.settings import Common, Settings, Training, table
 from jppo.types import TrainState
+
+if TYPE_CHECKING:
+    from jppo.learner.ppo import Learner
 
 # Settings that a resume cannot change, and what of the checkpoint depends on them.
 FIXED = dict.fromkeys(("trainer.seed", "data.shuffle", "data.sampler"), "place in the data")
@@ -40,8 +39,6 @@ PASSING = (
 )
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
 OPTIMIZERS = ("policy_opt", "value_opt")
-SCALARS = ("step", "kl_coef", "bad_steps", "key")
-ADAMW = re.compile(r"^(\.\w+_opt)(?:\.inner)*(?:\[1\]\[0\])?\.(count|steps|mu|nu)\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +61,11 @@ class Begun:
         return Cursor(**self.now.place["cursor"])
 
 
-def origin(c: Settings, inputs: Inputs, learner: Learner) -> dict[str, Any]:
-    """Returns the identity of a run for its checkpoints: settings, versions, data, frozen weights."""
-    return run_identity(c, learner.mesh, data=data_checksums(inputs.train), frozen=frozen_weights(learner))
-
-
 def run_identity(c: Common, mesh: Any, *, data: dict[str, int], frozen: dict[str, Any]) -> dict[str, Any]:
-    """Returns a run's identity; `data` are checksums by source, `frozen` weights read at every start, by setting."""
+    """Returns the identity of a run for its checkpoints: settings, versions, data, frozen weights.
+
+    `data` are checksums by source, `frozen` the weights read at every start, by setting.
+    """
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {
@@ -100,7 +95,7 @@ def checksum_of(arrays: Iterable[np.ndarray]) -> int:
     return checksum
 
 
-def frozen_weights(learner: Learner) -> dict[str, Any]:
+def frozen_weights(learner: "Learner") -> dict[str, Any]:
     """Returns the weights read from files at every start: the reference, the bases of adapters."""
     weights = {
         "ref.path": learner.reference,
@@ -110,15 +105,10 @@ def frozen_weights(learner: Learner) -> dict[str, Any]:
     return {name: tree for name, tree in weights.items() if tree is not None}
 
 
-def place_of(cursor: Cursor, reward_sum: RewardSum) -> dict[str, Any]:
-    """Returns the mutable state outside the train state, as JSON types."""
-    return {"cursor": dataclasses.asdict(cursor), "reward": reward_sum.state()}
-
-
 def save_checkpoint(
     c: Settings,
     checkpoints: Checkpoints,
-    learner: Learner,
+    learner: "Learner",
     now: TrainState,
     meta: dict[str, Any],
     *,
@@ -154,8 +144,6 @@ def resume_or_begin(
             policy_opt=optim.reset_optimizer(resumed.policy_opt, resumed.policy),
             value_opt=optim.reset_optimizer(resumed.value_opt, resumed.value),
         )
-    if "step" in restored.missing:  # a format of fine-tuning and reward models that had only the model
-        resumed = dataclasses.replace(resumed, step=scalar(restored.step, begin.step))
     if isinstance(c, Settings):
         if c.algorithm.kl_ctrl_type == "fixed":  # the config's, even if it changed before the resume
             resumed = dataclasses.replace(resumed, kl_coef=begin.kl_coef)
@@ -163,11 +151,10 @@ def resume_or_begin(
             resumed = dataclasses.replace(resumed, bad_steps=begin.bad_steps)
     fresh_note = "the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"
     lines = (*_differences(restored.meta, identity), *([fresh_note] if fresh else ()))
-    queue = restored.meta.get("queue")
-    if not isinstance(queue, dict):  # an older format, whose samples are requested again
-        queue = {}
     place: dict[str, Any] = {name: restored.meta[name] for name in ("cursor", "reward") if name in restored.meta}
-    return Begun(Progress(resumed, place, restored.meta.get("pending")), restored.step, queue, lines)
+    return Begun(
+        Progress(resumed, place, restored.meta.get("pending")), restored.step, restored.meta.get("queue", {}), lines
+    )
 
 
 def read_checkpoint(c: Training, checkpoints: Checkpoints, template: Any, identity: dict[str, Any]) -> Restored | None:
@@ -176,9 +163,7 @@ def read_checkpoint(c: Training, checkpoints: Checkpoints, template: Any, identi
     if mode == "disable":
         checkpoints.discard_after(-1)
         return None
-    optional = OPTIMIZERS if isinstance(c, Settings) else (*OPTIMIZERS, *SCALARS)
-    options: dict[str, Any] = {"fits": lambda meta: require_same_run(meta, identity), "optional": optional}
-    options["former_name"] = former_name
+    options: dict[str, Any] = {"fits": lambda meta: require_same_run(meta, identity), "optional": OPTIMIZERS}
     if mode == "auto":
         restored = checkpoints.restore_latest(template, **options)
     else:
@@ -186,11 +171,6 @@ def read_checkpoint(c: Training, checkpoints: Checkpoints, template: Any, identi
     if restored is not None:
         checkpoints.discard_after(restored.step)
     return restored
-
-
-def former_name(name: str) -> str:
-    """Returns the name of an AdamW state array in checkpoints from before optax chains."""
-    return ADAMW.sub(lambda match: f"{match[1]}.{match[2].replace('count', 'steps')}", name)
 
 
 def require_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The start of a run: its command line, for every training; then PPO's hosts, inputs, models, resume and publish.
+"""The start of a PPO run: hosts, inputs, models, resume and publish.
 
 `open_run` is the order of a PPO run's start; it returns the parts of the run, `Run`.
 """
@@ -7,34 +7,21 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-import sys
 import uuid
 import zlib
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
 from jppo import process, settings, traces
-from jppo.agent.built_in_tools import Python
-from jppo.agent.tools import Toolbox
 from jppo.distributed.hosts import Hosts, own_folder
 from jppo.distributed.launchers import join_launched
-from jppo.errors import UserError, escaped, expanded
+from jppo.errors import UserError, expanded
 from jppo.learner import make, packing, sharding
-from jppo.learner.make import (
-    attention_kernel,
-    list_run_programs,
-    make_learner,
-    make_mesh,
-    replayed_experts,
-    require_models_fit,
-    run_programs,
-)
+from jppo.learner.make import attention_kernel, make_mesh
 from jppo.learner.ppo import StepLearner
 from jppo.learner.utilisation import introduce_peak
-from jppo.preflight import memory_budget, preview, programs
-from jppo.preflight.preview import DryRun, sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, describe_refused, grader_of
 from jppo.rewards.make import make_reward_sum, require_values
 from jppo.rewards.parts import RewardSum
@@ -44,16 +31,15 @@ from jppo.rollout.make import (
     make_publish_settings,
     make_publisher,
     open_engine,
-    served_reference,
     share_gpu,
     with_servers,
 )
 from jppo.rollout.publish import PolicyPublisher, publish_base
-from jppo.rollout.vllm.client import ServedReferences
 from jppo.run import resume
-from jppo.run.agreement import Match, agree
+from jppo.run.agreement import Match, agree, sampling_warnings
 from jppo.run.inputs import Inputs, describe_decoding, engine_arguments, read_inputs, require_reward
 from jppo.run.loop import Opened
+from jppo.run.make import list_run_programs, make_learner, replayed_experts, require_models_fit, run_programs
 from jppo.run.resume import Begun, data_checksums, finished
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
@@ -63,14 +49,15 @@ from jppo.runlog.durable_files import own
 from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.make import make_logger, open_display, require_loggers
 from jppo.runlog.timers import Laps, Profiler, Timers
-from jppo.runlog.watchdog import Watch, ending
+from jppo.runlog.watchdog import Watch
 from jppo.samples.dynamic_sampling import DynamicSampleQueue
 from jppo.samples.make import make_given, make_supply
 from jppo.samples.queue import SampleQueue
-from jppo.sandbox.choice import describe_sandbox
-from jppo.settings import Settings, Training, table
+from jppo.settings import Settings, table
 
-C = TypeVar("C", bound=Training)
+if TYPE_CHECKING:
+    from jppo.agent.make import Agent
+    from jppo.rollout.vllm.client import ServedReferences
 
 # Settings that may differ between hosts.
 OWN = ("trainer.node_rank", "rollout.urls", "rollout.python", "rollout.publish_host", "rollout.devices", "rollout.port")
@@ -79,30 +66,6 @@ NOT_SHARED = {
     "rollout.partial": "takes the responses that are there first, on each host others",
     "reward.model.normalize": "keeps the mean of the scores that it has seen, on each host others",
 }
-
-
-def run_training(
-    argv: list[str] | None,
-    name: str,
-    about: str | None,
-    kind: type[C],
-    *,
-    dry_run: Callable[[C, DryRun], str],
-    train: Callable[[C], None],
-) -> None:
-    """Checks the settings of command `name`, then prints a dry run or trains."""
-    argv = sys.argv[1:] if argv is None else argv
-    config, switches = settings.parse(argv, about or "", settings.config_of(kind), describes=True)
-    c = settings.typed(config, kind)
-    request = preview.read_request(switches, name, argv)
-    if switches["dry_run"]:
-        print(settings.dump(c), flush=True)
-        with programs.programs_announced():
-            report = dry_run(c, request)
-        print(escaped(report), end="")
-        return
-    with ending(c.trainer.run_dir, within_s=c.trainer.stop_timeout_s):
-        train(c)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +81,7 @@ class Run(Opened):
     reward_sum: RewardSum
     publisher: PolicyPublisher
     match: Match
-    reference: ServedReferences | None  # ref.url; None: on the mesh, or none
+    reference: "ServedReferences | None"  # ref.url; None: on the mesh, or none
     origin: dict[str, Any]  # identity for checkpoints that resume it
 
 
@@ -165,12 +128,9 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
         c = with_servers(c, mesh)
         require_models_fit(inputs, mesh)
-        fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
-        c, memory_note = (
-            (memory_budget.first_candidate(c), "") if read_only else memory_budget.settle(c, mesh, folder, fits, hosts)
-        )
+        c, memory_note = _choose_by_memory(c, hosts, inputs, mesh, folder)
         kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
-        reference = served_reference(c, inputs.tokenizer, hosts)
+        reference = _open_served_reference(c, inputs, hosts)
         if c.trainer.traces:
             stack.enter_context(traces.exporting())
         open_rewards = functools.cache(lambda: _open_rewards(stack, hosts, c, inputs, mesh))
@@ -189,7 +149,8 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             with laps("compilation"):
                 run_programs(list_run_programs(c, learner, begin), host.timer.part)
         with laps("checkpoint"):
-            origin = resume.origin(c, inputs, learner)
+            frozen = resume.frozen_weights(learner)
+            origin = resume.run_identity(c, mesh, data=data_checksums(inputs.train), frozen=frozen)
             begun = resume.resume_or_begin(c, checkpoints, learner.spare(), begin, origin)
             if begun.step is not None:
                 reward_sum.load(begun.now.place.get("reward", {}))
@@ -245,6 +206,30 @@ def _prepare_host(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> _Ho
     stack.enter_context(watch)
     display = open_display(stack, c, timer, hosts)
     return _HostParts(output_folder, logs, inputs, timer, profile, watch, display)
+
+
+def _choose_by_memory(
+    c: Settings, hosts: Hosts, inputs: Inputs, mesh: Mesh, folder: pathlib.Path
+) -> tuple[Settings, str]:
+    """Returns the config with what the memory decides, if anything, and a line on it."""
+    if not c.memory_chooses:
+        return c, ""
+
+    from jppo.preflight import memory_budget, preview
+
+    if c.trainer.val_only:
+        return memory_budget.first_candidate(c), ""
+    fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
+    return memory_budget.settle(c, mesh, folder, fits, hosts)
+
+
+def _open_served_reference(c: Settings, inputs: Inputs, hosts: Hosts) -> "ServedReferences | None":
+    """Attaches to the servers of `ref.url`; None without one."""
+    if not c.ref.url:
+        return None
+    from jppo.rollout.servers.make import open_reference
+
+    return open_reference(c, inputs.tokenizer, hosts)
 
 
 def _read_host_inputs(c: Settings) -> Inputs:
@@ -329,7 +314,7 @@ def _introduce_run(run: Run, begun: Begun, kernel: str | None, memory_note: str,
     if run.hosts.first:
         durable_files.write_text(run.folder / "config.json", settings.dump(c))
     lines = [
-        introduce_sandbox(c, inputs.sources, inputs.agent.toolbox if inputs.agent else None),
+        introduce_sandbox(c, inputs.sources, inputs.agent),
         describe_refused((*inputs.train.refused, *inputs.val.refused)),
         *describe_sizes(inputs, mesh, run.learner.plan, begun.step),
         *begun.console_lines,
@@ -362,11 +347,12 @@ def describe_sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int 
     ]
 
 
-def introduce_sandbox(c: Settings, sources: Iterable[str], toolbox: Toolbox | None) -> str:
+def introduce_sandbox(c: Settings, sources: Iterable[str], agent: "Agent | None") -> str:
     """Returns the console line on active protections; '' if the run executes no programs of the model."""
     graders = [c.reward.grader] if c.reward.grader else sources
     runs_code = not c.reward.function and any(grader_of(source) in RUNS_CODE for source in graders)
-    tools = toolbox.tools if toolbox is not None else []
-    if not runs_code and not any(isinstance(tool, Python) for tool in tools):
+    if not runs_code and not (agent is not None and agent.toolbox.runs_programs):
         return ""
+    from jppo.sandbox.choice import describe_sandbox
+
     return describe_sandbox(*c.reward.sandbox_choice)

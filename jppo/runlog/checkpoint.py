@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import UserError, escaped, first_line
 from jppo.runlog import checkpoint_arrays, durable_files
-from jppo.runlog.checkpoint_arrays import Damaged, Restored, checkpointer, quiet, restore
+from jppo.runlog.checkpoint_arrays import Damaged, Restored, checkpointer, restore, silence_orbax
 
 BEST = "best.json"
 EXPORT = ".hf-tmp"
@@ -35,21 +35,18 @@ class NonFinite(Exception):
 
 def steps_in(directory: pathlib.Path) -> list[int]:
     """Returns the steps of the complete checkpoints in a folder, in order: only these have a number as a name."""
-    there = directory.iterdir() if directory.is_dir() else ()
-    return sorted(int(path.name) for path in there if path.name.isdecimal())
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return sorted(int(path.name) for path in paths if path.name.isdecimal())
 
 
 class Checkpoints:
     """The checkpoints of one run; a context manager."""
 
     def __init__(self, directory: pathlib.Path, *, keep: int, read_only: bool = False) -> None:
-        """Writes to `directory` and keeps the last `keep` complete checkpoints and the best one.
-
-        `read_only` changes nothing there.
-        """
+        """Writes to `directory`, unless `read_only`, and keeps the last `keep` complete checkpoints and the best."""
         if keep < 1:
             raise UserError(f"trainer.max_ckpt_to_keep={keep} must be 1 or more")
-        quiet()
+        silence_orbax()
         self._directory = directory.absolute()
         self._keep, self._read_only = keep, read_only
         self._writer = checkpointer()
@@ -58,7 +55,7 @@ class Checkpoints:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
-            self._sweep()
+            self._remove_remains()
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, in order."""
@@ -89,26 +86,26 @@ class Checkpoints:
         stopped during the step's test, is replaced once this one is complete.
         """
         self.wait()
-        named = checkpoint_arrays.named_leaves(state)
-        arrays = {name: checkpoint_arrays.as_numbers(leaf) for name, leaf in named}
-        checks = checkpoint_arrays.examined(arrays)
-        if odd := [name for name, (finite, _) in checks.items() if not finite]:
-            raise NonFinite(f"{odd[0]} has values that are not finite numbers, one of {len(odd)} such arrays")
-        self._make_way(step)
-        table = {name: checkpoint_arrays.description(leaf, checks[name][1]) for name, leaf in named}
+        leaves = checkpoint_arrays.named_leaves(state)
+        arrays = {name: checkpoint_arrays.as_numbers(leaf) for name, leaf in leaves}
+        checks = checkpoint_arrays.examine(arrays)
+        if faulty := [name for name, (finite, _) in checks.items() if not finite]:
+            raise NonFinite(f"{faulty[0]} has values that are not finite numbers, one of {len(faulty)} such arrays")
+        self._move_aside(step)
+        table = {name: checkpoint_arrays.description(leaf, checks[name][1]) for name, leaf in leaves}
         content = {"step": step, "meta": meta, "arrays": table}
         content["checksum"] = checkpoint_arrays.text_checksum(content)
         copies = {name: checkpoint_arrays.one_copy(array) for name, array in arrays.items()}
         items = ocp.args.Composite(state=ocp.args.StandardSave(copies), about=ocp.args.JsonSave(content))
-        exported = self._directory / f"{step}{EXPORT}"
-        before = frozenset(threading.enumerate())
-        self._writing = _Save(step, score, None if export is None else exported, before)
+        export_folder = self._directory / f"{step}{EXPORT}"
+        threads = frozenset(threading.enumerate())
+        self._writing = _Save(step, score, None if export is None else export_folder, threads)
         try:
             if export is not None:
-                export(exported)
+                export(export_folder)
             self._writer.save(self._directory / str(step), args=items)
         except Exception as e:  # orbax and tensorstore raise anything, even a plain Exception
-            self._failed(e)
+            self._report_failure(e)
 
     def save_last(
         self,
@@ -118,7 +115,7 @@ class Checkpoints:
         note: Callable[[str], object],
         hosts: Hosts = ALONE,
     ) -> None:
-        """Calls `save` for the state in which an error ends a run, unless the step is saved.
+        """Saves the state in which an error ends a run by calling `save`, unless the step is saved already.
 
         An update donates its models' buffers: from its first optimizer step to its end there is no complete state. A
         failure is noted and not raised, because it would hide that error.
@@ -127,7 +124,7 @@ class Checkpoints:
             self.wait()
             if hosts.gather(self.latest)[0] == step:
                 return
-            if any(hosts.gather(lambda: any(x.is_deleted() for x in jax.tree.leaves(state)))):
+            if any(hosts.gather(lambda: any(leaf.is_deleted() for leaf in jax.tree.leaves(state)))):
                 note(f"step {step + 1} broke off in its update, so that nothing is saved; the last checkpoint remains")
                 return
             save()
@@ -145,30 +142,30 @@ class Checkpoints:
             try:
                 return restore(path, like, **options)
             except Damaged as e:
-                aside = path.with_name(f"{step}.damaged")
-                renamed = "" if self._read_only else f", renamed to {aside.name}"
-                print(f"checkpoint {step} is damaged and skipped{renamed}: {e}", flush=True)
+                damaged_path = path.with_name(f"{step}.damaged")
+                note = "" if self._read_only else f", renamed to {damaged_path.name}"
+                print(f"checkpoint {step} is damaged and skipped{note}: {e}", flush=True)
                 if jax.process_index() == 0 and not self._read_only:
-                    shutil.rmtree(aside, ignore_errors=True)
-                    path.rename(aside)
+                    shutil.rmtree(damaged_path, ignore_errors=True)
+                    path.rename(damaged_path)
         return None
 
     def discard_after(self, step: int) -> None:
         """Deletes the checkpoints after `step`, for a run that resumes there; -1 deletes all."""
         self.wait()
-        later = [] if self._read_only else [s for s in self.steps() if s > step]
-        if later and jax.process_index() == 0:
-            print(f"checkpoints {later} of an earlier run in {self._directory} are removed", flush=True)
-            self._remove(later)
+        later_steps = [] if self._read_only else [s for s in self.steps() if s > step]
+        if later_steps and jax.process_index() == 0:
+            print(f"checkpoints {later_steps} of an earlier run in {self._directory} are removed", flush=True)
+            self._remove(later_steps)
 
     def wait(self) -> None:
-        """Returns when the last save is on disk or has failed; then removes surplus checkpoints."""
+        """Waits until the last save is on disk or has failed; then removes surplus checkpoints."""
         try:
             self._writer.wait_until_finished()
             if self._writing is not None and jax.process_index() == 0:
                 self._finish(self._writing)
         except Exception as e:  # as above
-            self._failed(e)
+            self._report_failure(e)
         self._writing = None
 
     def close(self) -> None:
@@ -182,7 +179,8 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_way(self, step: int) -> None:
+    def _move_aside(self, step: int) -> None:
+        """Renames a checkpoint of the same step, on the first host, until the new one is complete."""
         path = self._directory / str(step)
         if jax.process_index() == 0 and path.is_dir():
             path.rename(path.with_name(f"{step}{REPLACED}"))
@@ -190,6 +188,7 @@ class Checkpoints:
             multihost_utils.sync_global_devices(f"checkpoint {step} may be written")
 
     def _finish(self, save: "_Save") -> None:
+        """Completes a save whose arrays are on disk: its export, the best checkpoint, removal of surplus ones."""
         path = self._directory / str(save.step)
         durable_files.sync(self._directory)  # makes the checkpoint's name durable before older ones are removed
         shutil.rmtree(path.with_name(f"{save.step}{REPLACED}"), ignore_errors=True)
@@ -201,32 +200,32 @@ class Checkpoints:
             if best is None or best["metric"] != metric or value >= best["value"]:
                 best = {"step": save.step, "metric": metric, "value": value}
                 durable_files.write_text(self._directory / BEST, json.dumps(best))
-        kept = set(self.steps()[-self._keep :]) | ({best["step"]} if best is not None else set())
-        self._remove([step for step in self.steps() if step not in kept])
+        kept_steps = set(self.steps()[-self._keep :]) | ({best["step"]} if best is not None else set())
+        self._remove([step for step in self.steps() if step not in kept_steps])
 
-    def _failed(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         """Removes the remains of a failed save and reports it."""
         save, self._writing = self._writing, None
         if save is not None:
-            _join_writers(save.before)
+            _join_writers(save.threads_before)
         if jax.process_index() == 0:
-            self._sweep()
-        which, why, last = "?" if save is None else save.step, first_line(error)[:200], self.latest()
+            self._remove_remains()
+        number, reason, last = "?" if save is None else save.step, first_line(error)[:200], self.latest()
         print(
-            f"checkpoint {which} could not be written to {self._directory} ({type(error).__name__}: {why}); the run"
-            f" continues, and {'there is no checkpoint yet' if last is None else f'the last one is {last}'}; make room"
-            " there",
+            f"checkpoint {number} could not be written to {self._directory} ({type(error).__name__}: {reason}); the run"
+            f" continues, and {'there is no checkpoint yet' if last is None else f'the last one is {last}'}; make"
+            " room there",
             flush=True,
         )
 
-    def _sweep(self) -> None:
+    def _remove_remains(self) -> None:
         """Removes the remains of an interrupted save and restores the name of the one it was replacing."""
-        for old in self._directory.glob(f"*{REPLACED}"):
-            path = old.with_name(old.name.removesuffix(REPLACED))
+        for replaced in self._directory.glob(f"*{REPLACED}"):
+            path = replaced.with_name(replaced.name.removesuffix(REPLACED))
             if path.exists():
-                shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(replaced, ignore_errors=True)
             else:
-                old.rename(path)
+                replaced.rename(path)
         for unfinished in (*self._directory.glob("*.orbax-checkpoint-tmp*"), *self._directory.glob(f"*{EXPORT}")):
             _remove_all(unfinished)
 
@@ -235,8 +234,8 @@ class Checkpoints:
             shutil.rmtree(self._directory / str(step))
 
 
-def _join_writers(before: frozenset[threading.Thread]) -> None:
-    """Waits for the threads of a failed save, which would make its folder anew; orbax waits until the first one fails.
+def _join_writers(threads_before: frozenset[threading.Thread]) -> None:
+    """Waits for the threads of a failed save, which would make its folder again.
 
     Those of its closed event loops end, too; new ones of other loops may not.
     """
@@ -246,7 +245,7 @@ def _join_writers(before: frozenset[threading.Thread]) -> None:
                 threading.Thread.join(thread)  # its own method raises the thread's error
     deadline = time.monotonic() + WRITERS_END_SECONDS
     for thread in threading.enumerate():
-        if thread not in before and thread.name.startswith("asyncio_") and thread.ident is not None:
+        if thread not in threads_before and thread.name.startswith("asyncio_") and thread.ident is not None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -266,4 +265,4 @@ class _Save:
     step: int
     score: tuple[str, float] | None
     export: pathlib.Path | None
-    before: frozenset[threading.Thread]  # the threads of the process at its start
+    threads_before: frozenset[threading.Thread]  # the threads of the process at its start

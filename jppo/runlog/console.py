@@ -52,7 +52,8 @@ SFT_COLUMNS: Columns = (
 )
 
 
-def _of_pairs(name: str) -> Columns:
+def _pair_columns(name: str) -> Columns:
+    """Returns the columns of a training on pairs, whose metrics are named NAME/loss and the like."""
     return (
         ("loss", f"{name}/loss", ".4f"),
         ("accuracy", f"{name}/accuracy", ".3f"),
@@ -65,7 +66,7 @@ def _of_pairs(name: str) -> Columns:
     )
 
 
-REWARD_MODEL_COLUMNS, DPO_COLUMNS = _of_pairs("rm"), _of_pairs("dpo")
+REWARD_MODEL_COLUMNS, DPO_COLUMNS = _pair_columns("rm"), _pair_columns("dpo")
 LEFT_OUT_FIRST = ("s/step", "ratio", "test")  # if the table is too wide
 STAGE_NAMES = {"old_log_prob": "logp", "update_critic": "critic", "update_actor": "actor", "update_weights": "publish"}
 MEMORY = {"device": "perf/max_memory_allocated_gb", "host": "perf/cpu_memory_used_gb"}
@@ -101,10 +102,7 @@ def make_screen(
     console: rich.console.Console,
     doing: rich.console.RenderableType = "",
 ) -> Screen:
-    """Returns the screen for the console; a resumed run has `done` steps already.
-
-    A live table has what the run is `doing` below it.
-    """
+    """Makes the display of steps: on a terminal a live table above what the run is `doing`, elsewhere lines."""
     if console.is_terminal and not console.is_dumb_terminal:
         return Live(total_steps, done, columns, console, doing)
     return Lines(total_steps, columns, console)
@@ -131,14 +129,14 @@ class Pace:
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
-class Rewards:
+class RewardHistory:
     """The rewards of the last steps, for a step's health."""
 
     def __init__(self) -> None:
         self._last: collections.deque[float] = collections.deque(maxlen=diagnosis.TREND_STEPS)
 
     def verdicts(self, metrics: Mapping[str, float]) -> dict[str, diagnosis.Verdict]:
-        """Returns the verdicts of the next step."""
+        """Adds a step's reward and returns the verdicts on its metrics by name."""
         if diagnosis.REWARD in metrics:
             self._last.append(metrics[diagnosis.REWARD])
         return diagnosis.verdicts(metrics, tuple(self._last))
@@ -152,22 +150,22 @@ class Lines:
         self._columns = columns
         self._console = console
         self._pace = Pace(total_steps)
-        self._rewards = Rewards()
+        self._rewards = RewardHistory()
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the step."""
+        """Prints the step as one line: metrics, stages, memory, remaining time."""
         verdicts = self._rewards.verdicts(metrics)
-        shown = [
-            f"{heading} {_text(metrics, name, form)}{_mark(verdicts.get(name))}"
-            for heading, name, form in self._columns
+        texts = [
+            f"{heading} {_format_metric(metrics, name, spec)}{_mark(verdicts.get(name))}"
+            for heading, name, spec in self._columns
             if name in metrics
         ]
-        stages = _stages(metrics)
-        further = [*([f"({' '.join(stages)})"] if stages else []), *_memory(metrics), f"ETA {self._pace.left(step)}"]
-        self.note("  ".join([f"step {step}/{self._total}", *shown, *further]))
+        stages = _stage_texts(metrics)
+        texts += [f"({' '.join(stages)})"] if stages else []
+        texts += [*_memory_texts(metrics), f"ETA {self._pace.left(step)}"]
+        self.note("  ".join([f"step {step}/{self._total}", *texts]))
 
     def note(self, text: str, style: str = "") -> None:
-        """Prints the text."""
         self._console.print(escaped(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -185,13 +183,14 @@ class Live:
         console: rich.console.Console,
         doing: rich.console.RenderableType,
     ) -> None:
+        """Starts the live display, whose progress bar begins at `done` steps."""
         self._columns = columns
         self._console = console
         self._doing = doing
         self._steps: collections.deque[tuple[int, dict[str, rich.text.Text]]] = collections.deque(maxlen=ROWS)
-        self._below = ""
+        self._footer = ""
         self._pace = Pace(total_steps)
-        self._rewards = Rewards()
+        self._rewards = RewardHistory()
         self._progress = rich.progress.Progress(
             rich.progress.TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
             rich.progress.BarColumn(bar_width=None),
@@ -209,20 +208,19 @@ class Live:
         """Adds the step to the table and moves the bar."""
         verdicts = self._rewards.verdicts(metrics)
         cells = {}
-        for heading, name, form in self._columns:
+        for heading, name, spec in self._columns:
             verdict = verdicts.get(name)
             mark = _mark(verdict) if self._console.no_color else ""
             cells[heading] = rich.text.Text(
-                _text(metrics, name, form) + mark, style="" if verdict is None else COLOURS[verdict]
+                _format_metric(metrics, name, spec) + mark, style="" if verdict is None else COLOURS[verdict]
             )
         self._steps.append((step, cells))
-        whole = [f"step {metrics['timing_s/step']:.1f} s:"] if "timing_s/step" in metrics else []
-        self._below = "  ".join([*whole, *_stages(metrics), *_memory(metrics)])
+        step_time = [f"step {metrics['timing_s/step']:.1f} s:"] if "timing_s/step" in metrics else []
+        self._footer = "  ".join([*step_time, *_stage_texts(metrics), *_memory_texts(metrics)])
         self._progress.update(self._task, completed=step, left=self._pace.left(step))
         self._live.update(self._draw(), refresh=True)
 
     def note(self, text: str, style: str = "") -> None:
-        """Prints the text above the table."""
         self._console.print(rich.text.Text(escaped(text), style=style))
 
     def close(self) -> None:
@@ -230,48 +228,49 @@ class Live:
         self._live.stop()
 
     def _draw(self) -> rich.console.Group:
+        """Builds the table of the last steps, the line of the last one below it, and the progress bar."""
         table = rich.table.Table(
             box=rich.box.SIMPLE_HEAD, show_edge=False, expand=True, padding=0, header_style="bold cyan"
         )
-        headings = self._fitting()
+        headings = self._fitting_headings()
         for heading in ("step", *headings):
             table.add_column(heading, justify="right", style="bold" if heading == "step" else "", no_wrap=True)
         for step, cells in self._steps:
             table.add_row(str(step), *(cells[heading] for heading in headings))
-        below = rich.text.Text(self._below, style="dim")
-        return rich.console.Group(table, *([below] if self._below else []), self._progress, self._doing)
+        footer = rich.text.Text(self._footer, style="dim")
+        return rich.console.Group(table, *([footer] if self._footer else []), self._progress, self._doing)
 
-    def _fitting(self) -> list[str]:
-        """Returns the headings that fit the console."""
+    def _fitting_headings(self) -> list[str]:
+        """Returns the headings that fit the console's width."""
         headings = [heading for heading, _, _ in self._columns]
-        width = {h: 1 + max(len(h), *(len(cells[h]) for _, cells in self._steps), 0) for h in headings}
+        width = {name: 1 + max(len(name), *(len(cells[name]) for _, cells in self._steps), 0) for name in headings}
         steps = max(len("step"), *(len(str(step)) for step, _ in self._steps), 0)
         for heading in LEFT_OUT_FIRST:
-            if steps + sum(width[h] for h in headings) > self._console.width and heading in headings:
+            if steps + sum(width[name] for name in headings) > self._console.width and heading in headings:
                 headings.remove(heading)
         return headings
 
 
-def _text(metrics: Mapping[str, float], name: str, form: str) -> str:
+def _format_metric(metrics: Mapping[str, float], name: str, spec: str) -> str:
     if name not in metrics:
         return "-"
     value = metrics[name]
-    return format(value, form) if math.isfinite(value) else str(value)
+    return format(value, spec) if math.isfinite(value) else str(value)
 
 
 def _mark(verdict: diagnosis.Verdict | None) -> str:
     return "!" if verdict == "bad" else ""
 
 
-def _stages(metrics: Mapping[str, float]) -> list[str]:
-    """Returns the step's stages with their seconds, without negligible ones."""
+def _stage_texts(metrics: Mapping[str, float]) -> list[str]:
+    """Formats the seconds of the step's stages, without negligible ones."""
     seconds = {stage: metrics.get(f"timing_s/{stage}", 0.0) for stage in STAGES if stage != "step"}
-    return [f"{STAGE_NAMES.get(stage, stage)} {took:.1f}" for stage, took in seconds.items() if took >= 0.05]
+    return [f"{STAGE_NAMES.get(stage, stage)} {stage_s:.1f}" for stage, stage_s in seconds.items() if stage_s >= 0.05]
 
 
-def _memory(metrics: Mapping[str, float]) -> list[str]:
+def _memory_texts(metrics: Mapping[str, float]) -> list[str]:
     """Returns the known memory in use."""
-    return [f"{where} {metrics[name]:.1f} GB" for where, name in MEMORY.items() if name in metrics]
+    return [f"{device} {metrics[name]:.1f} GB" for device, name in MEMORY.items() if name in metrics]
 
 
 EVERY_S, FIRST_S, REDRAW_S = 30.0, 5.0, 0.25
@@ -299,6 +298,7 @@ class Display:
         self._spinner: rich.status.Status | None = None
 
     def __enter__(self) -> Self:
+        """Starts a spinner on a terminal, elsewhere a thread that prints lines."""
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._spinner = rich.status.Status(Doing(self._timer), console=self._console)
             self._spinner.start()
@@ -320,6 +320,7 @@ class Display:
             self._spinner = None
 
     def _print(self) -> None:
+        """Prints the running stage in intervals, until the display ends; runs in a thread."""
         wait = min(FIRST_S, self._every_s)  # a command has been silent for its imports
         while not self._end.wait(wait):
             if self._timer.stage()[1] >= wait / 2 and (line := self._timer.line()):

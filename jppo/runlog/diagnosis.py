@@ -59,7 +59,7 @@ class Alert:
     remedy: str
 
 
-class Past:
+class History:
     """The history that rules read, the newest step included; non-finite values are left out."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Past:
         self._count: collections.Counter[str] = collections.Counter()
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
-        """Appends a step."""
+        """Appends a step's metrics."""
         self.now = observed(metrics)
         for name, value in self.now.items():
             self._count[name] += 1
@@ -88,7 +88,6 @@ class Past:
         return statistics.median(self._first[name])
 
     def last(self, name: str, n: int = LAST_STEPS) -> list[float]:
-        """Returns at most the last n values."""
         return list(self._last[name])[-n:]
 
     def recent(self, name: str) -> float | None:
@@ -98,24 +97,26 @@ class Past:
 
 
 def observed(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns the finite metrics, and the values derived from them."""
-    out = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
-    for spread, (most, least) in SPREADS.items():
-        if most in out and least in out:
-            out[spread] = out[most] - out[least]
-    if SCORE_SPREAD in out and (given := out.get("given/score/mean")) is not None:  # compared with the samples
-        out[SCORE_SPREAD] = max(out["critic/score/max"], given) - min(out["critic/score/min"], given)
-    tokens = out.get("prompt_length/mean", 0.0) + out.get("response_length/mean", 0.0)
-    if tokens > 0 and "perf/total_num_tokens" in out:
-        out[RESPONSES] = out["perf/total_num_tokens"] / tokens
-    return out
+    """Returns the finite metrics of a step, and the values that rules derive from them."""
+    values = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+    for spread, (high, low) in SPREADS.items():
+        if high in values and low in values:
+            values[spread] = values[high] - values[low]
+    if SCORE_SPREAD in values and (mean := values.get("given/score/mean")) is not None:  # compared with the samples
+        values[SCORE_SPREAD] = max(values["critic/score/max"], mean) - min(values["critic/score/min"], mean)
+    tokens = values.get("prompt_length/mean", 0.0) + values.get("response_length/mean", 0.0)
+    if tokens > 0 and "perf/total_num_tokens" in values:
+        values[RESPONSES] = values["perf/total_num_tokens"] / tokens
+    return values
 
 
-Rule = Callable[[Past], str | None]  # returns what is wrong, or None
+Rule = Callable[[History], str | None]  # returns what is wrong, or None
 RULES: dict[str, tuple[Rule, str]] = {}  # by the names of their warnings, each with its remedy
 
 
 def _rule(remedy: str) -> Callable[[Rule], Rule]:
+    """Makes the decorator that registers a function as the rule of the warning of its name."""
+
     def register(rule: Rule) -> Rule:
         RULES[rule.__name__] = rule, remedy
         return rule
@@ -127,48 +128,49 @@ def _rule(remedy: str) -> Callable[[Rule], Rule]:
     "if all are right in samples/, the task is learned; otherwise run python -m jppo.rewards.check, or raise"
     " rollout.n or rollout.temperature"
 )
-def equal_rewards(past: Past) -> str | None:
-    """All scores or all advantages of a step are equal, for example when the samples of each prompt score alike."""
+def equal_rewards(history: History) -> str | None:
+    """Finds steps in which all scores or all advantages are equal, as when the samples of each prompt score alike."""
     for name, kind in ((SCORE_SPREAD, "score"), (ADVANTAGE_SPREAD, "advantage")):
-        values = past.last(name, IN_A_ROW)
-        if name in past.now and len(values) == IN_A_ROW and max(values) <= 1e-6:
-            mean = f", {past.now['critic/score/mean']:g}" if kind == "score" and "critic/score/mean" in past.now else ""
+        values = history.last(name, IN_A_ROW)
+        if name in history.now and len(values) == IN_A_ROW and max(values) <= 1e-6:
+            now = history.now
+            mean = f", {now['critic/score/mean']:g}" if kind == "score" and "critic/score/mean" in now else ""
             return f"all responses of {IN_A_ROW} steps in a row have the same {kind}{mean}: there is no gradient"
     return None
 
 
 @_rule("fix the errors listed in samples/, or raise reward.timeout_s, reward.memory_bytes or reward.judge.retries")
-def reward_errors(past: Past) -> str | None:
-    """Responses failed to be graded: too many in the last steps, or some in each of them."""
-    failed, asked = past.last(ERRORS), past.last(RESPONSES)
-    if not past.now.get(ERRORS) or not asked:
+def reward_errors(history: History) -> str | None:
+    """Finds responses that could not be graded: too many in the last steps, or some in each of them."""
+    errors, graded = history.last(ERRORS), history.last(RESPONSES)
+    if not history.now.get(ERRORS) or not graded:
         return None
-    always = len(failed) == LAST_STEPS and min(failed) > 0
-    if not always and sum(failed) < ERROR_SHARE * sum(asked):
+    in_every_step = len(errors) == LAST_STEPS and min(errors) > 0
+    if not in_every_step and sum(errors) < ERROR_SHARE * sum(graded):
         return None
-    return f"{sum(failed):.0f} of the {sum(asked):.0f} responses of the last {len(failed)} step(s) could not be graded"
+    return f"{sum(errors):.0f} of the {sum(graded):.0f} responses of the last {len(errors)} step(s) could not be graded"
 
 
 @_rule("read them in samples/: no verdict depends on such names; reward.weights can leave the rule out")
-def suspicious_programs(past: Past) -> str | None:
-    """Graded programs use names that reach into their interpreter."""
-    count = past.now.get(SUSPICIOUS)
+def suspicious_programs(history: History) -> str | None:
+    """Finds graded programs with names that reach into their interpreter."""
+    count = history.now.get(SUSPICIOUS)
     return f"{count:.0f} programs of this step reach into their interpreter" if count else None
 
 
 @_rule("lower actor.lr, actor.ppo_epochs or actor.clip_ratio, or raise actor.ppo_mini_batch_size")
-def kl_out_of_range(past: Past) -> str | None:
-    """The policy moves too far in a step. A small KL is no problem: schedules end with one."""
-    kl, high = past.recent("actor/ppo_kl"), RANGES["actor/ppo_kl"].high
+def kl_out_of_range(history: History) -> str | None:
+    """Finds a policy that moves too far in a step. A small KL is no problem: schedules end with one."""
+    kl, high = history.recent("actor/ppo_kl"), RANGES["actor/ppo_kl"].high
     if kl is None or abs(kl) <= high:
         return None
     return f"actor/ppo_kl was {kl:.2g} (median of {LAST_STEPS} steps); the healthy maximum is {high:g}"
 
 
 @_rule("lower actor.lr or actor.ppo_epochs; use algorithm.old_logprob=correction instead of bypass")
-def ratio_out_of_range(past: Past) -> str | None:
-    """The mean ratio of new to old probability is 1 in expectation if the samples are from the old policy."""
-    ratio, allowed = past.recent("actor/ratio_mean"), RANGES["actor/ratio_mean"]
+def ratio_out_of_range(history: History) -> str | None:
+    """Finds a mean ratio of new to old probability far from 1, its expectation if the old policy has sampled."""
+    ratio, allowed = history.recent("actor/ratio_mean"), RANGES["actor/ratio_mean"]
     if ratio is None or allowed.low <= ratio <= allowed.high:
         return None
     return (
@@ -178,29 +180,29 @@ def ratio_out_of_range(past: Past) -> str | None:
 
 
 @_rule("raise actor.entropy_coeff or rollout.temperature, lower actor.lr, or set actor.use_kl_loss=True")
-def entropy_collapse(past: Past) -> str | None:
-    """The policy is nearly deterministic, so its samples no longer differ."""
-    entropy = past.recent("actor/entropy")
-    if entropy is None or entropy >= ENTROPY_LEFT * past.first("actor/entropy"):
+def entropy_collapse(history: History) -> str | None:
+    """Finds a policy that is nearly deterministic, so that its samples no longer differ."""
+    entropy = history.recent("actor/entropy")
+    if entropy is None or entropy >= ENTROPY_LEFT * history.first("actor/entropy"):
         return None
-    return f"actor/entropy fell from {past.first('actor/entropy'):.3g} to {entropy:.3g}"
+    return f"actor/entropy fell from {history.first('actor/entropy'):.3g} to {entropy:.3g}"
 
 
 @_rule("raise critic.lr, critic.ppo_epochs or critic.cliprange_value, or set trainer.critic_warmup")
-def value_loss_not_falling(past: Past) -> str | None:
-    """The critic has not improved since the first steps and explains no variance.
+def value_loss_not_falling(history: History) -> str | None:
+    """Finds a critic that has not improved since the first steps and explains no variance.
 
     The loss alone is not enough: it grows with the variance of the rewards, even if the critic follows them.
     """
-    name, fit = "critic/vf_loss", "critic/vf_explained_var"
-    if name not in past.now or past.count(name) < VALUE_STEPS:
+    name, fit_name = "critic/vf_loss", "critic/vf_explained_var"
+    if name not in history.now or history.count(name) < VALUE_STEPS:
         return None
-    loss, explained = (statistics.median(past.last(n, VALUE_STEPS // 2) or [math.inf]) for n in (name, fit))
-    if loss < past.first(name) or explained > EXPLAINED:
+    loss, explained = (statistics.median(history.last(n, VALUE_STEPS // 2) or [math.inf]) for n in (name, fit_name))
+    if loss < history.first(name) or explained > EXPLAINED:
         return None
     return (
-        f"critic/vf_loss is {loss:.3g} after {past.count(name)} steps, {past.first(name):.3g} at the beginning, and"
-        f" critic/vf_explained_var {explained:.2g}"
+        f"critic/vf_loss is {loss:.3g} after {history.count(name)} steps, {history.first(name):.3g} at the beginning,"
+        f" and critic/vf_explained_var {explained:.2g}"
     )
 
 
@@ -208,60 +210,60 @@ def value_loss_not_falling(past: Past) -> str | None:
     "raise data.max_response_length; if answers in samples/ continue after their end, fine-tune on the end token"
     " (jppo.sft)"
 )
-def all_truncated(past: Past) -> str | None:
-    """Nearly all responses reach the length limit."""
-    shares = past.last("response_length/clip_ratio", IN_A_ROW)
+def all_truncated(history: History) -> str | None:
+    """Finds steps in which nearly all responses reach the length limit."""
+    shares = history.last("response_length/clip_ratio", IN_A_ROW)
     if len(shares) < IN_A_ROW or min(shares) < TRUNCATED_SHARE:
         return None
-    least = "all" if min(shares) == 1.0 else f"{min(shares):.0%} or more"
-    return f"{least} of the responses of {IN_A_ROW} steps in a row were truncated"
+    share = "all" if min(shares) == 1.0 else f"{min(shares):.0%} or more"
+    return f"{share} of the responses of {IN_A_ROW} steps in a row were truncated"
 
 
 @_rule("set rollout.dtype and model.compute_dtype alike, or algorithm.old_logprob=correction")
-def sampler_gap_growing(past: Past) -> str | None:
-    """The log-prob mismatch of trainer and rollout grows beyond rounding, with the same weights."""
+def sampler_gap_growing(history: History) -> str | None:
+    """Finds a log-prob mismatch of trainer and rollout, with equal weights, that grows beyond rounding."""
     name = "rollout/logp_gap_mean"
-    gap = past.recent(name)
-    if gap is None or gap < GAP_FLOOR or gap < GAP_GROWTH * past.first(name):
+    gap = history.recent(name)
+    if gap is None or gap < GAP_FLOOR or gap < GAP_GROWTH * history.first(name):
         return None
-    return f"rollout/logp_gap_mean grew from {past.first(name):.2g} to {gap:.2g}"
+    return f"rollout/logp_gap_mean grew from {history.first(name):.2g} to {gap:.2g}"
 
 
 @_rule(
     "check what reward.function or a grader keeps; with trainer.save_freq a stopped run resumes with the same command"
 )
-def host_memory_growing(past: Past) -> str | None:
-    """Host memory grows steadily after the warm-up."""
-    if past.count(MEMORY) < FIRST_STEPS + MEMORY_STEPS or MEMORY not in past.now:
+def host_memory_growing(history: History) -> str | None:
+    """Finds host memory that grows steadily after the warm-up."""
+    if history.count(MEMORY) < FIRST_STEPS + MEMORY_STEPS or MEMORY not in history.now:
         return None
-    values, third = past.last(MEMORY, MEMORY_STEPS), MEMORY_STEPS // 3
+    values, third = history.last(MEMORY, MEMORY_STEPS), MEMORY_STEPS // 3
     a, b, c = (statistics.median(values[i : i + third]) for i in range(0, MEMORY_STEPS, third))
-    grown = c - past.first(MEMORY)
-    steady = min(b - a, c - b) > 0.25 * (c - a) > 0
-    if not steady or grown < max(MEMORY_GROWTH_GB, MEMORY_GROWTH_SHARE * past.first(MEMORY)):
+    growth_gb = c - history.first(MEMORY)
+    is_steady = min(b - a, c - b) > 0.25 * (c - a) > 0
+    if not is_steady or growth_gb < max(MEMORY_GROWTH_GB, MEMORY_GROWTH_SHARE * history.first(MEMORY)):
         return None
-    return f"the host's memory grew from {past.first(MEMORY):.1f} to {c:.1f} GB since the warm-up, and still grows"
+    return f"the host's memory grew from {history.first(MEMORY):.1f} to {c:.1f} GB since the warm-up, and still grows"
 
 
 @_rule("correct algorithm.filter_groups_metric, whose names are in samples/, or leave it at score")
-def filter_metric_missing(past: Past) -> str | None:
-    """No sample of dynamic sampling has its metric."""
-    values = past.last("training/filter_groups/without_metric", IN_A_ROW)
+def filter_metric_missing(history: History) -> str | None:
+    """Finds dynamic sampling whose samples all lack its metric."""
+    values = history.last("training/filter_groups/without_metric", IN_A_ROW)
     if len(values) == IN_A_ROW and min(values) == 1.0:
         return f"no sample of {IN_A_ROW} steps has algorithm.filter_groups_metric: prompts are kept by their scores"
     return None
 
 
 @_rule("check other load on the machine; for gen see server-0.log, for reward reward.timeout_s, for save the disk")
-def slow_stage(past: Past) -> str | None:
-    """A stage takes many times its median."""
+def slow_stage(history: History) -> str | None:
+    """Finds a stage that takes many times its median."""
     for name in TIMED:
-        before = past.last(name, KEPT_STEPS)[:-1]
-        if name not in past.now or len(before) < SLOW_AFTER:
+        earlier = history.last(name, KEPT_STEPS)[:-1]
+        if name not in history.now or len(earlier) < SLOW_AFTER:
             continue
-        usual, seconds = statistics.median(before), past.now[name]
-        if seconds >= max(SLOW_SECONDS, SLOW_TIMES * usual):
-            return f"{name} was {seconds:.1f} s; its median is {usual:.2g} s"
+        median_s, seconds = statistics.median(earlier), history.now[name]
+        if seconds >= max(SLOW_SECONDS, SLOW_TIMES * median_s):
+            return f"{name} was {seconds:.1f} s; its median is {median_s:.2g} s"
     return None
 
 
@@ -273,13 +275,13 @@ class Diagnosis:
     """Applies every rule to each step; each warning is reported once."""
 
     def __init__(self, reported: Iterable[str] = ()) -> None:
-        """`reported`: the warnings of this run from before a resume."""
+        """`reported` are the names of warnings that a resumed run has reported before."""
         self._reported = set(reported)
-        self._past = Past()
+        self._history = History()
         self._steps = 0
 
     def once(self, alert: Alert) -> list[Alert]:
-        """Returns a warning found elsewhere, unless it was reported before."""
+        """Returns the warning, found outside of the rules, as a list; [] if it was reported before."""
         if alert.name in self._reported:
             return []
         self._reported.add(alert.name)
@@ -287,18 +289,18 @@ class Diagnosis:
 
     def recall(self, metrics: Mapping[str, float | None]) -> None:
         """Adds a step from before a resume without warnings; its memory belonged to another process."""
-        self._past.add({name: value for name, value in metrics.items() if name != MEMORY})
+        self._history.add({name: value for name, value in metrics.items() if name != MEMORY})
 
     def feed(self, step: int, metrics: Mapping[str, float | None]) -> list[Alert]:
         """Adds a step and returns its new warnings."""
         self._steps += 1
-        warm = self._steps > WARM_UP_STEPS
-        self._past.add({name: value for name, value in metrics.items() if warm or name != MEMORY})
-        out = []
+        warmed_up = self._steps > WARM_UP_STEPS
+        self._history.add({name: value for name, value in metrics.items() if warmed_up or name != MEMORY})
+        alerts = []
         for name, (rule, remedy) in RULES.items():
-            if name not in self._reported and (finding := rule(self._past)) is not None:
-                out += self.once(Alert(step, name, finding, remedy))
-        return out
+            if name not in self._reported and (finding := rule(self._history)) is not None:
+                alerts += self.once(Alert(step, name, finding, remedy))
+        return alerts
 
 
 Verdict = Literal["good", "weak", "bad"]  # bad: moves too far or in the wrong direction; weak: hardly moves
@@ -326,7 +328,7 @@ SURE = 2.0  # standard errors that a slope must be from 0
 
 
 def verdict(name: str, value: float) -> Verdict | None:
-    """Compares a value's size with the metric's range; None without a range. Non-finite values are bad.
+    """Compares a metric's size with its healthy range; None without a range. Non-finite values are bad.
 
     The absolute value counts, because an estimated KL may be negative.
     """
@@ -355,12 +357,12 @@ def trend(values: Sequence[float]) -> Literal["rising", "falling"] | None:
 
 
 def verdicts(metrics: Mapping[str, float], rewards: Sequence[float]) -> dict[str, Verdict]:
-    """Returns the verdicts of a step's metrics; `rewards` has one value per recent step, the last for this step.
+    """Returns the verdicts on a step's metrics by name; `rewards` are those of recent steps, this one's last.
 
     A reward without a clear trend gets no verdict: it may be noise or a learned task.
     """
-    judged = {name: v for name, value in metrics.items() if (v := verdict(name, value)) is not None}
-    way = trend(rewards[-TREND_STEPS:])
-    if way is not None and REWARD in metrics:
-        judged[REWARD] = "good" if way == "rising" else "bad"
-    return judged
+    verdict_of = {name: v for name, value in metrics.items() if (v := verdict(name, value)) is not None}
+    direction = trend(rewards[-TREND_STEPS:])
+    if direction is not None and REWARD in metrics:
+        verdict_of[REWARD] = "good" if direction == "rising" else "bad"
+    return verdict_of

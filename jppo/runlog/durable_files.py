@@ -34,16 +34,15 @@ class Appender:
 
     @property
     def waiting(self) -> int:
-        """Returns the number of waiting records."""
         return len(self._waiting)
 
     def append(self, record: bytes) -> None:
-        """Writes waiting records and then this one; OSError if it has to wait."""
+        """Writes waiting records and then this one; OSError if it has to wait, as on a full disk."""
         self._waiting.append(record)
         self.flush()
 
     def flush(self) -> None:
-        """Writes waiting records; OSError if that fails."""
+        """Writes the waiting records; OSError if that fails."""
         while self._waiting:
             self._write(self._waiting[0])
             self._end += len(self._waiting.popleft())
@@ -60,10 +59,11 @@ class Appender:
             os.close(self._file)
 
     def _write(self, record: bytes) -> None:
-        done = 0
+        """Writes a whole record at the end of the file, or nothing of it."""
+        written = 0
         try:
-            while done < len(record):
-                done += os.pwrite(self._file, record[done:], self._end + done)
+            while written < len(record):
+                written += os.pwrite(self._file, record[written:], self._end + written)
         except OSError:
             os.ftruncate(self._file, self._end)  # needs no room
             raise
@@ -74,30 +74,30 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
     A kill may have truncated the last line, and a power cut may have left NULs.
     """
-    return [row for row, _ in _readable(path)]
+    return [row for row, _ in _readable_rows(path)]
 
 
 def cut_lines(path: pathlib.Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
     """Truncates a JSON lines file, in place, before the first unwanted or unreadable line; returns the kept rows."""
-    kept: list[dict[str, Any]] = []
+    kept_rows: list[dict[str, Any]] = []
     end = 0
     if not path.exists():
-        return kept
-    rows = _readable(path)
-    whole = rows[-1][1] if rows else 0
-    if (lost := path.stat().st_size - whole) > 0:
+        return kept_rows
+    rows = _readable_rows(path)
+    readable_bytes = rows[-1][1] if rows else 0
+    if (lost := path.stat().st_size - readable_bytes) > 0:
         print(f"{path}: the last {lost} bytes, after {len(rows)} lines, cannot be read and are removed", flush=True)
-    for row, after in rows:
+    for row, row_end in rows:
         if not keep(row):
             break
-        kept.append(row)
-        end = after
+        kept_rows.append(row)
+        end = row_end
     os.truncate(path, end)
-    return kept
+    return kept_rows
 
 
-def _readable(path: pathlib.Path) -> list[tuple[dict[str, Any], int]]:
-    """Returns the readable rows from the start, each with the byte offset after it."""
+def _readable_rows(path: pathlib.Path) -> list[tuple[dict[str, Any], int]]:
+    """Reads the rows of a JSON lines file up to the first unreadable one, each with the byte offset after it."""
     rows: list[tuple[dict[str, Any], int]] = []
     end = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
@@ -120,19 +120,18 @@ def write_file(path: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pa
     if path.exists() and not path.is_file() and not path.is_dir():
         make(path)  # writes to a device or a pipe directly: a rename would replace it by a file
         return path
-    new = path.with_name(path.name + ".new")
+    new_path = path.with_name(path.name + ".new")
     try:
-        make(new)
-        sync(new)
-        os.replace(new, path)
+        make(new_path)
+        sync(new_path)
+        os.replace(new_path, path)
     finally:
-        new.unlink(missing_ok=True)  # a partial file would take room
+        new_path.unlink(missing_ok=True)  # a partial file would take room
     return path
 
 
 def write_text(path: pathlib.Path, text: str) -> pathlib.Path:
-    """Writes a text atomically."""
-    return write_file(path, lambda new: new.write_text(text, encoding="utf-8"))
+    return write_file(path, lambda new_path: new_path.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -145,7 +144,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def sync(path: pathlib.Path) -> None:
-    """Returns when a file, or the names in a folder, are on disk."""
+    """Waits until a file, or the names in a folder, are on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -158,26 +157,27 @@ FILE = "run.lock"
 
 @contextlib.contextmanager
 def own(folder: pathlib.Path, setting: str = "trainer.run_dir") -> Iterator[None]:
-    """Creates and locks the folder; UserError if that fails, naming the process that holds it."""
+    """Creates and locks the folder during the block; UserError if that fails, naming the process that holds it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as e:
         raise UserError(f"{setting}={folder} cannot be written ({e.strerror}); choose another folder") from e
     try:
-        _take(lock, folder, setting)
+        _acquire_lock(lock, folder, setting)
         yield
     finally:
         os.close(lock)
 
 
-def _take(lock: int, folder: pathlib.Path, setting: str) -> None:
+def _acquire_lock(lock: int, folder: pathlib.Path, setting: str) -> None:
+    """Locks the open file and writes this process into it; UserError if another process holds the lock."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
         raise UserError(
-            f"{setting}={folder} belongs to {_holder(lock)}, which is still running; wait for its end, stop it, or"
-            " choose another folder"
+            f"{setting}={folder} belongs to {_describe_holder(lock)}, which is still running; wait for its end, stop"
+            " it, or choose another folder"
         ) from e
     except OSError as e:  # a file system without locks
         message = f"{folder} cannot be locked ({e.strerror}): a second run could write there, too"
@@ -188,7 +188,8 @@ def _take(lock: int, folder: pathlib.Path, setting: str) -> None:
         os.pwrite(lock, (json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n").encode(), 0)
 
 
-def _holder(lock: int) -> str:
+def _describe_holder(lock: int) -> str:
+    """Returns the process that holds the lock, as it is written in the file."""
     try:
         holder = json.loads(os.pread(lock, 1000, 0))
         return f"process {holder['pid']} on {holder['host']}"

@@ -23,19 +23,13 @@ from jppo.runlog import durable_files
 from jppo.runlog.console import PPO_COLUMNS, Columns, Terminal, make_screen
 from jppo.runlog.diagnosis import Alert, Diagnosis
 from jppo.runlog.durable_files import Appender, cut_lines, read_lines
-from jppo.runlog.remote_loggers import ClearML, MLflow, Swanlab, Trackio, Wandb
 from jppo.runlog.sinks import About, Board, Exporter, Rows, Sink
 from jppo.runlog.timers import STAGES
 
 FILE, WARNINGS = "metrics.jsonl", "warnings.jsonl"
 DEFAULT = ("console", "jsonl", "tensorboard")
-REMOTE: dict[str, type[Wandb | MLflow | Swanlab | ClearML | Trackio]] = {
-    "wandb": Wandb,
-    "mlflow": MLflow,
-    "swanlab": Swanlab,
-    "clearml": ClearML,
-    "trackio": Trackio,
-}
+# Classes of `remote_loggers.py`.
+REMOTE = {"wandb": "Wandb", "mlflow": "MLflow", "swanlab": "Swanlab", "clearml": "ClearML", "trackio": "Trackio"}
 # The fate of records that a logger could not take: they wait in memory, with these exceptions.
 LATER = "records wait in memory"
 LOST = {
@@ -46,6 +40,13 @@ LOST = {
     "clearml": "it is skipped",
     "trackio": "it is skipped",
 }
+
+
+def find_remote(name: str) -> Any:
+    """Returns the class of a logger outside the run folder."""
+    from jppo.runlog import remote_loggers
+
+    return getattr(remote_loggers, REMOTE[name])
 
 
 class Logger:
@@ -59,78 +60,76 @@ class Logger:
         resumed_step: int | None = None,
         columns: Columns = PPO_COLUMNS,
         console: rich.console.Console | None = None,
-        places: Sequence[str] = DEFAULT,
+        loggers: Sequence[str] = DEFAULT,
         about: About | None = None,
         muted: Sequence[str] = (),
-        scraped: tuple[str, int] | None = None,
+        prometheus_address: tuple[str, int] | None = None,
         doing: rich.console.RenderableType = "",
     ) -> None:
         """Opens the files of `run_dir`; `resumed_step` is the checkpoint's, None for a new run.
 
-        `muted` names warnings that are never reported; `scraped` is the address for Prometheus, `doing` shows
-        what the run does at the moment.
+        `muted` names warnings that are never reported; `doing` shows what the run does at the moment.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
-        done = -1 if resumed_step is None else resumed_step
-        kept = cut_lines(run_dir / FILE, lambda row: row["step"] <= done)
-        told = cut_lines(run_dir / WARNINGS, lambda row: row["step"] <= done)
-        self._diagnosis = Diagnosis([*muted, *(row["name"] for row in told)])
-        for row in kept:
+        last_step = -1 if resumed_step is None else resumed_step
+        past_rows = cut_lines(run_dir / FILE, lambda row: row["step"] <= last_step)
+        past_warnings = cut_lines(run_dir / WARNINGS, lambda row: row["step"] <= last_step)
+        self._diagnosis = Diagnosis([*muted, *(row["name"] for row in past_warnings)])
+        for row in past_rows:
             self._diagnosis.recall(_metrics_of(row))
         self._failed: set[str] = set()
-        self._mended: set[str] = set()
+        self._recovered: set[str] = set()
         self._screen = None
         self._lines = _JsonLines(run_dir)
         self._sinks: dict[str, Sink] = {"jsonl": self._lines}
-        if "tensorboard" in places:
-            self._sinks["tensorboard"] = Board(run_dir / "tensorboard", first=done + 1)
-        if scraped is not None:
-            self._sinks["prometheus"] = Exporter(*scraped)
-        for name in (name for name in REMOTE if name in places):
-            sink = REMOTE[name](run_dir, about or About(), resumed=resumed_step is not None)
+        if "tensorboard" in loggers:
+            self._sinks["tensorboard"] = Board(run_dir / "tensorboard", first=last_step + 1)
+        if prometheus_address is not None:
+            self._sinks["prometheus"] = Exporter(*prometheus_address)
+        for name in (name for name in REMOTE if name in loggers):
+            sink = find_remote(name)(run_dir, about or About(), resumed=resumed_step is not None)
             self._sinks[name] = sink
-            for row in kept:  # sends missed steps
-                self._safely(name, functools.partial(sink.log, row["step"], _metrics_of(row)))
-        if "console" in places:
-            self._screen = make_screen(total_steps, max(done, 0), columns, console or Terminal(), doing)
+            for row in past_rows:  # sends missed steps
+                self._call_safely(name, functools.partial(sink.log, row["step"], _metrics_of(row)))
+        if "console" in loggers:
+            self._screen = make_screen(total_steps, max(last_step, 0), columns, console or Terminal(), doing)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs one step's metrics and their new warnings."""
-        values = {name: _number(name, value) for name, value in metrics.items()}
-        self._each(operator.methodcaller("log", int(step), values))
+        """Passes a step's metrics to all loggers and the console, and reports new warnings about them."""
+        values = {name: _as_number(name, value) for name, value in metrics.items()}
+        self._call_each(operator.methodcaller("log", int(step), values))
         if self._screen is not None:
-            self._safely("console", functools.partial(self._screen.show, int(step), values))
-        self._tell(self._diagnosis.feed(int(step), values))
+            self._call_safely("console", functools.partial(self._screen.show, int(step), values))
+        self._report(self._diagnosis.feed(int(step), values))
 
     def generations(self, step: int, rows: Rows) -> None:
         """Logs some samples of a step, before its metrics."""
-        self._each(operator.methodcaller("generations", int(step), rows))
+        self._call_each(operator.methodcaller("generations", int(step), rows))
 
     def samples(self, name: str, rows: Rows) -> None:
         """Writes samples/NAME.jsonl."""
-        self._safely("samples", lambda: write_samples_file(self._run_dir, name, rows))
+        self._call_safely("samples", lambda: write_samples_file(self._run_dir, name, rows))
 
     def arrays(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes bad_steps/NAME.npz."""
-        self._safely("bad_steps", lambda: _write_arrays(self._run_dir, name, arrays))
+        self._call_safely("bad_steps", lambda: _write_arrays(self._run_dir, name, arrays))
 
     def note(self, text: str) -> None:
-        """Prints a text between steps."""
-        self._say(text)
+        self._print(text)
 
     def sync(self) -> None:
         """Returns when all lines are on disk, safe from a power cut: a checkpoint relies on them."""
-        self._safely("jsonl", self._lines.sync)
+        self._call_safely("jsonl", self._lines.sync)
 
     def warn(self, alert: Alert) -> None:
         """Reports a warning from before the first step, once per run."""
-        self._tell(self._diagnosis.once(alert))
+        self._report(self._diagnosis.once(alert))
 
     def close(self, *, failed: bool) -> None:
         """Closes the files and the console; remote loggers learn whether the run has failed."""
         for name, sink in self._sinks.items():
-            self._safely(name, functools.partial(sink.close, failed=failed), again=True)
+            self._call_safely(name, functools.partial(sink.close, failed=failed), at_end=True)
         if self._screen is not None:
             self._screen.close()
 
@@ -140,35 +139,36 @@ class Logger:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)
 
-    def _tell(self, alerts: Sequence[Alert]) -> None:
+    def _report(self, alerts: Sequence[Alert]) -> None:
+        """Passes warnings to all loggers and prints them."""
         for alert in alerts:
-            self._each(operator.methodcaller("warn", alert))
+            self._call_each(operator.methodcaller("warn", alert))
             self._warn(f"warning: {alert.name}: {alert.found}; {alert.remedy}")
 
-    def _each(self, act: Callable[[Sink], object]) -> None:
+    def _call_each(self, action: Callable[[Sink], object]) -> None:
         for name, sink in self._sinks.items():
-            self._safely(name, functools.partial(act, sink))
+            self._call_safely(name, functools.partial(action, sink))
 
-    def _safely(self, name: str, act: Callable[[], object], *, again: bool = False) -> None:
+    def _call_safely(self, name: str, action: Callable[[], object], *, at_end: bool = False) -> None:
         """Runs an action of a logger; a failure is reported once, and again at the end if it persists."""
         try:
-            act()
+            action()
         except Exception as e:
-            if name not in self._failed or again:
-                fate = "it is incomplete" if again else f"{LOST.get(name, LATER)}, the run continues"
+            if name not in self._failed or at_end:
+                fate = "it is incomplete" if at_end else f"{LOST.get(name, LATER)}, the run continues"
                 self._warn(f"warning: {name} fails: {type(e).__name__}: {e}; {fate}")
             self._failed.add(name)
         else:
-            if name in self._failed - self._mended and name not in LOST:
-                self._mended.add(name)
+            if name in self._failed - self._recovered and name not in LOST:
+                self._recovered.add(name)
                 self.note(f"{name} works again, and has received the waiting records")
 
     def _warn(self, text: str) -> None:
-        self._say(text, "yellow")
+        self._print(text, "yellow")
         if self._screen is None:
             print(text, file=sys.stderr)
 
-    def _say(self, text: str, style: str = "") -> None:
+    def _print(self, text: str, style: str = "") -> None:
         if self._screen is not None:
             with contextlib.suppress(OSError):  # a log on a full disk: there is nowhere to report it
                 self._screen.note(text, style)
@@ -192,20 +192,19 @@ class _JsonLines:
         self._metrics, self._warnings = Appender(run_dir / FILE), Appender(run_dir / WARNINGS)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes a step; NaN and infinities are null and listed by name."""
-        odd = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
+        """Writes a step's line; NaN and infinities are null and listed by name."""
+        nonfinite = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
         line: dict[str, Any] = {"step": step}
-        line |= {name: None if name in odd else value for name, value in metrics.items()}
-        if odd:
-            line["nonfinite"] = odd
-        self._metrics.append(_line(line))
+        line |= {name: None if name in nonfinite else value for name, value in metrics.items()}
+        if nonfinite:
+            line["nonfinite"] = nonfinite
+        self._metrics.append(_json_line(line))
 
     def generations(self, step: int, rows: Rows) -> None:
         """Does nothing: samples have their own files."""
 
     def warn(self, alert: Alert) -> None:
-        """Writes a warning."""
-        self._warnings.append(_line(dataclasses.asdict(alert)))
+        self._warnings.append(_json_line(dataclasses.asdict(alert)))
 
     def sync(self) -> None:
         """Flushes both to disk."""
@@ -213,7 +212,7 @@ class _JsonLines:
         self._warnings.sync()
 
     def close(self, *, failed: bool) -> None:
-        """Writes waiting records."""
+        """Writes the waiting records of both files."""
         try:
             self._metrics.close()
         finally:
@@ -229,8 +228,8 @@ def print_summary(run: pathlib.Path, report: str) -> None:
     """Prints test scores before and after, time by stage, and the paths of results."""
     lines = read_metrics(run)
     print()
-    if tested := [(line["step"], line["val/score"]) for line in lines if line.get("val/score") is not None]:
-        (first, before), (final, after) = tested[0], tested[-1]
+    if test_scores := [(line["step"], line["val/score"]) for line in lines if line.get("val/score") is not None]:
+        (first, before), (final, after) = test_scores[0], test_scores[-1]
         earlier = f"{before:.3f} at step {first}  →  " if first != final else ""
         print(f"test score        {earlier}{after:.3f} at step {final}")
     print(f"steps             {lines[-1]['step'] if lines else 0}, seconds by stage:")
@@ -242,8 +241,8 @@ def print_summary(run: pathlib.Path, report: str) -> None:
     print(f"samples           {run / 'samples'}, step_N.jsonl and test_N.jsonl")
     board = f", TensorBoard in {run / 'tensorboard'}" if (run / "tensorboard").is_dir() else ""
     print(f"metrics           {run / 'metrics.jsonl'}{board}")
-    if warned := read_lines(run / WARNINGS):
-        print(f"warnings          {', '.join(w['name'] for w in warned)}: {run / WARNINGS} has the remedies")
+    if warnings := read_lines(run / WARNINGS):
+        print(f"warnings          {', '.join(w['name'] for w in warnings)}: {run / WARNINGS} has the remedies")
     print(f"model             {run / 'hf'}")
 
 
@@ -263,7 +262,7 @@ def _write_arrays(run_dir: pathlib.Path, name: str, arrays: Mapping[str, np.ndar
     return durable_files.write_file(run_dir / "bad_steps" / f"{name}.npz", write)
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
+def _json_line(row: Mapping[str, Any]) -> bytes:
     return (json.dumps(row, allow_nan=False) + "\n").encode()
 
 
@@ -272,7 +271,8 @@ def _metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
 
 
-def _number(name: str, value: Any) -> int | float:
+def _as_number(name: str, value: Any) -> int | float:
+    """Returns a metric, perhaps an array of one element, as a number; TypeError for others."""
     if isinstance(value, int):
         return int(value)
     try:
@@ -284,7 +284,7 @@ def _number(name: str, value: Any) -> int | float:
 def _jsonable(value: Any) -> Any:
     """Converts non-finite numbers to text, because JSON has none."""
     if isinstance(value, Mapping):
-        return {key: _jsonable(inner) for key, inner in value.items()}
+        return {key: _jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(inner) for inner in value]
+        return [_jsonable(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,34 +7,35 @@ from typing import Any
 from jppo import settings, traces
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.runlog.console import Display
-from jppo.runlog.logger import REMOTE, Logger, Silent
+from jppo.runlog.logger import REMOTE, Logger, Silent, find_remote
 from jppo.runlog.sinks import About
 from jppo.runlog.timers import Timers
 from jppo.settings import Settings, Training
 
 
 def require_loggers(c: Training) -> None:
-    """Raises UserError for an unusable logger, before anything starts."""
+    """Raises UserError if a logger's package or login is missing, before anything starts."""
     for name in settings.loggers(c.trainer.logger):
         if name in REMOTE:
-            REMOTE[name].require()
+            find_remote(name).require()
     if isinstance(c, Settings) and c.trainer.traces:
         traces.require()
 
 
 def open_display(stack: contextlib.ExitStack, c: Training, timer: Timers, hosts: Hosts = ALONE) -> Display:
-    """Shows what the run does until its logger is open, on the first host and where the console is logged to."""
+    """Shows the running stage until the run's logger is open, on the first host and if the console is logged to."""
     display = Display(timer)
     if hosts.first and "console" in settings.loggers(c.trainer.logger):
         stack.enter_context(display)
     return display
 
 
-def make_logger(c: Training, run: pathlib.Path, hosts: Hosts = ALONE, **kw: Any) -> Logger | Silent:
-    """Makes the logger of a run; `kw` are the Logger's. With several hosts, only the first logs."""
+def make_logger(c: Training, run: pathlib.Path, hosts: Hosts = ALONE, **options: Any) -> Logger | Silent:
+    """Makes the logger of a run; `options` are the Logger's. With several hosts, only the first logs."""
     if not hosts.first:
         return Silent()
     about = About(c.trainer.project_name, c.trainer.experiment_name, settings.as_dict(c))
     host, port = c.trainer.metrics_host, c.trainer.metrics_port
-    scraped = (host, port) if port else None
-    return Logger(run, places=settings.loggers(c.trainer.logger), about=about, scraped=scraped, **kw)
+    address = (host, port) if port else None
+    loggers = settings.loggers(c.trainer.logger)
+    return Logger(run, loggers=loggers, about=about, prometheus_address=address, **options)

@@ -22,14 +22,14 @@ AT_ONCE = 1000  # metrics per request to MLflow
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}  # not minutes
 
 
-class Sent:
+class SentSteps:
     """NAME.json in the run folder: the run's id at a logger that cannot go back, and the last step it has.
 
     A step that runs again after a resume is not sent again; missed steps are sent from metrics.jsonl.
     """
 
     def __init__(self, run_dir: pathlib.Path, name: str, *, resumed: bool) -> None:
-        """Reads the file when the run resumes; a new run has a new id."""
+        """Reads the file if the run resumes; a new run gets a new id by `begin`."""
         self._path = run_dir / f"{name}.json"
         saved = self._read() if resumed and self._path.exists() else {}
         self.id: str | None = saved.get("id")
@@ -40,7 +40,7 @@ class Sent:
         return step > self._step
 
     def begin(self, run_id: str) -> None:
-        """Sets the run's id there."""
+        """Records the id that the logger has given the run."""
         self.id = run_id
         self._write()
 
@@ -50,6 +50,7 @@ class Sent:
         self._write()
 
     def _read(self) -> dict[str, Any]:
+        """Returns the run's saved id and last step; {} if the file is damaged."""
         saved = durable_files.read_json(self._path)  # {} if truncated, or NULs after a power cut
         if isinstance(saved.get("id", 0), str | None) and isinstance(saved.get("step"), int):
             return saved
@@ -60,8 +61,8 @@ class Sent:
         durable_files.write_text(self._path, json.dumps({"id": self.id, "step": self._step}) + "\n")
 
 
-def _imported(name: str) -> Any:
-    """Returns a logger's package; UserError if it is missing."""
+def _import_package(name: str) -> Any:
+    """Imports a logger's package; UserError with the install command if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as e:
@@ -78,14 +79,15 @@ class Wandb:
     @staticmethod
     def require() -> None:
         """UserError if wandb or its login is missing."""
-        wandb = _imported("wandb")
+        wandb = _import_package("wandb")
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             raise UserError("trainer.logger has wandb, which has no key; run `wandb login`, or set WANDB_MODE=offline")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        """Starts the run in Weights & Biases, or continues the one of RUN/wandb.json; UserError if that fails."""
         import wandb
 
-        self._sent = Sent(run_dir, "wandb", resumed=resumed)
+        self._sent = SentSteps(run_dir, "wandb", resumed=resumed)
         try:
             self._run: Any = wandb.init(
                 project=about.project,
@@ -118,7 +120,6 @@ class Wandb:
             self._run.log({"generations": self._table(columns=list(COLUMNS), data=data)}, step=step, commit=False)
 
     def warn(self, alert: Alert) -> None:
-        """Adds a line to the run's summary."""
         self._run.summary[f"warnings/{alert.name}"] = f"step {alert.step}: {alert.found}; {alert.remedy}"
 
     def close(self, *, failed: bool) -> None:
@@ -134,24 +135,24 @@ class MLflow:
 
     @staticmethod
     def require() -> None:
-        """UserError if MLflow is missing."""
-        _imported("mlflow")
+        _import_package("mlflow")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        """Starts the run in MLflow, or continues the one of RUN/mlflow.json; UserError if that fails."""
         from mlflow import MlflowClient
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
 
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
-        where = os.environ.get("MLFLOW_TRACKING_URI", "")
-        if not where:
-            where = (run_dir.resolve() / "mlruns").as_uri()
+        uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+        if not uri:
+            uri = (run_dir.resolve() / "mlruns").as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder is enough for one run
-        self._sent, self._metric = Sent(run_dir, "mlflow", resumed=resumed), Metric
+        self._sent, self._metric = SentSteps(run_dir, "mlflow", resumed=resumed), Metric
         self._waiting: collections.deque[list[Any]] = collections.deque()  # steps that the server has not taken yet
         try:
-            self._client = MlflowClient(tracking_uri=where)
+            self._client = MlflowClient(tracking_uri=uri)
             if self._sent.id is None:
                 existing = self._client.get_experiment_by_name(about.project)
                 experiment = existing.experiment_id if existing else self._client.create_experiment(about.project)
@@ -162,7 +163,7 @@ class MLflow:
                 self._client.update_run(self._id, status="RUNNING")
         except (MlflowException, OSError) as e:
             raise UserError(
-                f"MLflow at {where} does not start: {' '.join(str(e).split())}; fix MLFLOW_TRACKING_URI, or remove"
+                f"MLflow at {uri} does not start: {' '.join(str(e).split())}; fix MLFLOW_TRACKING_URI, or remove"
                 " mlflow from trainer.logger"
             ) from e
 
@@ -172,22 +173,22 @@ class MLflow:
         return self._sent.id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends a step, unless it was sent before."""
+        """Sends a step, unless it was sent before, and earlier ones that the server has not taken."""
         if self._sent.new(step):
             now = int(time.time() * 1000)
             finite = _finite_metrics(metrics).items()
             self._waiting.append([self._metric(name, value, now, step) for name, value in finite])
         while self._waiting:
             values = self._waiting[0]
-            for first in range(0, len(values), AT_ONCE):
-                self._client.log_batch(self._id, metrics=values[first : first + AT_ONCE])
+            for start in range(0, len(values), AT_ONCE):
+                self._client.log_batch(self._id, metrics=values[start : start + AT_ONCE])
             self._sent.done(self._waiting.popleft()[0].step)
 
     def generations(self, step: int, rows: Rows) -> None:
         """Sends a file of samples."""
         if rows and self._sent.new(step):
-            shown = [{name: cell(row.get(name)) for name in COLUMNS} for row in rows]
-            self._client.log_dict(self._id, {"rows": shown}, f"generations/step_{step}.json")
+            cells = [{name: cell(row.get(name)) for name in COLUMNS} for row in rows]
+            self._client.log_dict(self._id, {"rows": cells}, f"generations/step_{step}.json")
 
     def warn(self, alert: Alert) -> None:
         """Sets a tag of the run."""
@@ -195,7 +196,6 @@ class MLflow:
         self._client.set_tag(self._id, f"warnings.{alert.name}", text)
 
     def close(self, *, failed: bool) -> None:
-        """Ends the run."""
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
 
 
@@ -208,18 +208,19 @@ class Swanlab:
     @staticmethod
     def require() -> None:
         """UserError if SwanLab or its key is missing."""
-        _imported("swanlab")
+        _import_package("swanlab")
         if os.environ.get("SWANLAB_MODE", "online") == "online" and not os.environ.get("SWANLAB_API_KEY"):
             raise UserError(
                 "trainer.logger has swanlab, which has no key; set SWANLAB_API_KEY, or SWANLAB_MODE=offline"
             )
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        """Starts the run in SwanLab, or continues the one of RUN/swanlab.json; UserError if that fails."""
         import swanlab
 
-        mode, self._sent = os.environ.get("SWANLAB_MODE", "online"), Sent(run_dir, "swanlab", resumed=resumed)
+        mode, self._sent = os.environ.get("SWANLAB_MODE", "online"), SentSteps(run_dir, "swanlab", resumed=resumed)
         run_id = self._sent.id or uuid.uuid4().hex[:21]
-        named: dict[str, Any] = {"id": run_id, "resume": "allow"} if mode == "online" else {}
+        resume_options: dict[str, Any] = {"id": run_id, "resume": "allow"} if mode == "online" else {}
         try:
             self._run: Any = swanlab.init(
                 project=about.project,
@@ -228,7 +229,7 @@ class Swanlab:
                 mode=mode,
                 config=dict(about.config),
                 reinit=True,
-                **named,
+                **resume_options,
             )
         except Exception as e:  # swanlab has no exception class
             raise UserError(
@@ -251,11 +252,9 @@ class Swanlab:
             self._run.log({"generations": [self._text(text) for text in texts]}, step=step)
 
     def warn(self, alert: Alert) -> None:
-        """Sends a text."""
         self._run.log({f"warnings/{alert.name}": self._text(f"{alert.found}; {alert.remedy}")}, step=alert.step)
 
     def close(self, *, failed: bool) -> None:
-        """Sends the rest and ends the run."""
         self._run.finish(**({"state": "crashed", "error": "the run ended early"} if failed else {}))
 
 
@@ -267,13 +266,13 @@ class ClearML:
 
     @staticmethod
     def require() -> None:
-        """UserError if ClearML is missing."""
-        _imported("clearml")
+        _import_package("clearml")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        """Starts the task in ClearML, or continues the one of RUN/clearml.json; UserError if that fails."""
         import clearml
 
-        self._sent = Sent(run_dir, "clearml", resumed=resumed)
+        self._sent = SentSteps(run_dir, "clearml", resumed=resumed)
         try:
             self._task: Any = clearml.Task.init(
                 project_name=about.project,
@@ -310,7 +309,6 @@ class ClearML:
             self._log.report_table("generations", "samples", iteration=step, table_plot=table)
 
     def warn(self, alert: Alert) -> None:
-        """Sends a line of the task's log."""
         self._log.report_text(f"warning: step {alert.step}: {alert.name}: {alert.found}; {alert.remedy}")
 
     def close(self, *, failed: bool) -> None:
@@ -330,13 +328,13 @@ class Trackio:
 
     @staticmethod
     def require() -> None:
-        """UserError if Trackio is missing."""
-        _imported("trackio")
+        _import_package("trackio")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        """Starts the run in Trackio, or continues the one of RUN/trackio.json; UserError if that fails."""
         import trackio
 
-        self._sent = Sent(run_dir, "trackio", resumed=resumed)
+        self._sent = SentSteps(run_dir, "trackio", resumed=resumed)
         name = self._sent.id or about.experiment or run_dir.resolve().name
         try:
             self._run: Any = trackio.init(
@@ -368,21 +366,18 @@ class Trackio:
             self._run.log({"generations": self._table(columns=list(COLUMNS), data=data)}, step=step)
 
     def warn(self, alert: Alert) -> None:
-        """Sends an alert."""
         self._run.alert(title=alert.name, text=f"step {alert.step}: {alert.found}; {alert.remedy}")
 
     def close(self, *, failed: bool) -> None:
-        """Sends the rest and ends the run."""
         self._run.finish()
 
 
 def _finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns the finite metrics."""
     return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 
 def cell(value: Any) -> str | float | None:
-    """Returns a sample's field for a table; the last of chat messages."""
+    """Returns a sample's field as a table's cell; of chat messages the last one's text."""
     if isinstance(value, list) and value:
         return str(value[-1].get("content", value[-1]) if isinstance(value[-1], Mapping) else value[-1])
     return value if value is None or isinstance(value, str | int | float) else str(value)

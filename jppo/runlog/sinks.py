@@ -52,12 +52,10 @@ class About:
 
 
 class Exporter(Collector):
-    """The metrics of the last step at `http://HOST:PORT/metrics`, in Prometheus' text format.
-
-    The server has its own threads.
-    """
+    """Serves the metrics of the last step at `http://HOST:PORT/metrics`, in Prometheus' text format."""
 
     def __init__(self, host: str, port: int) -> None:
+        """Starts the HTTP server; UserError if the port cannot be opened."""
         self._metrics: Mapping[str, float] = {}
         self._warnings: collections.Counter[str] = collections.Counter()
         registry = CollectorRegistry()
@@ -71,28 +69,26 @@ class Exporter(Collector):
         self.port = self._server.server_port
 
     def collect(self) -> Iterator[Metric]:
-        """Yields `jppo_actor_entropy` for `actor/entropy`, and the counted warnings."""
+        """Yields the last step's metrics, `jppo_actor_entropy` for `actor/entropy`, and the counted warnings."""
         for name, value in self._metrics.items():
             yield GaugeMetricFamily("jppo_" + re.sub(r"[^a-zA-Z0-9_]", "_", name), name, value)
         if self._warnings:
-            counted = CounterMetricFamily("jppo_warnings", "warnings of the run", labels=["name"])
+            counter = CounterMetricFamily("jppo_warnings", "warnings of the run", labels=["name"])
             for name, count in list(self._warnings.items()):
-                counted.add_metric([name], count)
-            yield counted
+                counter.add_metric([name], count)
+            yield counter
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows this step."""
         self._metrics = {"step": step, **metrics}
 
     def generations(self, step: int, rows: Rows) -> None:
         """Does nothing: samples are not numbers."""
 
     def warn(self, alert: Alert) -> None:
-        """Counts a warning."""
         self._warnings[alert.name] += 1
 
     def close(self, *, failed: bool) -> None:
-        """Ends the server."""
+        """Ends the server that Prometheus reads."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -101,7 +97,7 @@ class Board:
     """One event file of a run's `tensorboard/`, written without a writer thread, which a full disk would end."""
 
     def __init__(self, folder: pathlib.Path, *, first: int) -> None:
-        """Starts a file at step `first`: TensorBoard drops what a killed run wrote for it and later."""
+        """Starts an event file of TensorBoard at step `first`, which drops what a killed run wrote from there on."""
         from tensorboardX import record_writer, summary  # imports torch if present, which takes seconds
         from tensorboardX.proto import event_pb2
 
@@ -115,7 +111,7 @@ class Board:
             self._write(first, session_log=start)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes a step's finite metrics."""
+        """Writes a step's finite metrics as scalars of TensorBoard."""
         scalars = [self._summary.scalar(name, value) for name, value in metrics.items() if math.isfinite(value)]
         merged = self._summary.Summary(value=[value for scalar in scalars for value in scalar.value])
         self._write(step, summary=merged)
@@ -131,23 +127,23 @@ class Board:
         self._write(alert.step, summary=self._summary.text(f"warnings/{alert.name}", text))
 
     def close(self, *, failed: bool) -> None:
-        """Writes waiting records."""
         self._file.close()
 
     def _write(self, step: int, **content: Any) -> None:
+        """Appends an event as a record: its length, the event, and a checksum of both."""
         data = self._events.Event(step=step, wall_time=time.time(), **content).SerializeToString()
-        head = struct.pack("<Q", len(data))
-        checks = [struct.pack("<I", self._checksum(part)) for part in (head, data)]
-        self._file.append(head + checks[0] + data + checks[1])
+        length = struct.pack("<Q", len(data))
+        checksums = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
+        self._file.append(length + checksums[0] + data + checksums[1])
 
 
 def _markdown(rows: Rows) -> str:
-    """Returns a table of samples, with Markdown and HTML escaped."""
+    """Formats samples as a Markdown table, with Markdown and HTML in them escaped."""
 
     def cell(value: Any) -> str:
         text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        marked = re.sub(r"([\\`*_{}\[\]()#+.!|~$-])", r"\\\1", text)
-        return html.escape(marked, quote=False).replace("\n", "<br>").replace("\r", "")
+        escaped = re.sub(r"([\\`*_{}\[\]()#+.!|~$-])", r"\\\1", text)
+        return html.escape(escaped, quote=False).replace("\n", "<br>").replace("\r", "")
 
     columns = ("prompt", "response", "ground_truth", "score", "error")
     lines = [columns, ["---"] * len(columns), *([cell(row[name]) for name in columns] for row in rows)]

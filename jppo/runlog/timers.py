@@ -59,7 +59,7 @@ class Timers:
 
     @contextlib.contextmanager
     def __call__(self, stage: str, **attributes: Any) -> Iterator[None]:
-        """Adds the block's time to `stage`, also if it raises; `attributes` are those of its span."""
+        """Runs the block as a stage and adds its time, also if it raises; `attributes` are those of its span."""
         if stage not in STAGES:
             raise ValueError(f"stage {stage!r} is not one of {', '.join(STAGES)}")
         start = self._since = time.perf_counter()
@@ -81,16 +81,16 @@ class Timers:
             self._step[stage] = self._step.get(stage, 0.0) + self._since - start
 
     def stage(self) -> tuple[str, float]:
-        """Returns the innermost running stage and its seconds, or since an inner stage ended; for any thread."""
-        inner = self._running[-1:]
-        return inner[0] if inner else "none", time.perf_counter() - self._since
+        """Returns the innermost running stage and its seconds so far; may be called from any thread."""
+        innermost = self._running[-1:]
+        return innermost[0] if innermost else "none", time.perf_counter() - self._since
 
     def watch(self, count: Callable[[], Count]) -> None:
-        """Says how far the running stage is, until it ends; `count` is called by other threads."""
+        """Sets the function that returns how far the running stage is; other threads call it until the stage ends."""
         self._count = count
 
     def part(self, label: str, total: int = 0) -> Callable[[], None]:
-        """Begins a part of the running stage; returns what counts its parts."""
+        """Begins a labelled part of the running stage; returns the function that counts one of its `total` items."""
         count = Count(label, total)
         self._part_since = time.perf_counter()
         self.watch(lambda: count)
@@ -108,7 +108,7 @@ class Timers:
             finish()
 
     def line(self) -> str:
-        """Returns the running stage, its part and the part's seconds, as text; '' between stages."""
+        """Formats the running stage, its part, progress and seconds; '' between stages."""
         stage, seconds = self.stage()[0], time.perf_counter() - self._part_since
         if stage in ("none", "step"):
             return ""
@@ -116,9 +116,9 @@ class Timers:
         count = self._count
         if count is not None:
             now = count()
-            of = f"{now.done:,} of {now.total:,} {now.what}" if now.total else now.what
+            progress = f"{now.done:,} of {now.total:,} {now.what}" if now.total else now.what
             rate = [f"{now.tokens / seconds:,.0f} tokens/s"] if now.tokens and seconds > 1 else []
-            words += [of, *rate]
+            words += [progress, *rate]
         return f"{', '.join(words)}, {seconds:.0f} s"
 
     def so_far(self) -> dict[str, float]:
@@ -140,7 +140,7 @@ class Laps:
 
     @contextlib.contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        """Runs the block as this part."""
+        """Times the block as a part of this name."""
         self._timer.part(part)
         start = time.perf_counter()
         yield
@@ -164,7 +164,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """Runs the block as `step` and traces it if selected, also if it raises."""
+        """Runs the block as `step`, and traces it by JAX's profiler if the step is selected."""
         if not any(step in part for part in self._steps):
             yield
             return
@@ -179,13 +179,13 @@ class Profiler:
             jax.profiler.stop_trace()
 
     def introduce(self, done: int) -> list[str]:
-        """Returns lines for the console about traced steps; a resumed run has `done` steps already."""
+        """Returns console lines on the steps that will be traced; a resumed run has `done` steps already."""
         steps = sorted({step for part in self._steps for step in part})
-        left = [step for step in steps if step > done]
-        lines = [f"to be profiled into {self._folder}: {_listed(left)}"] if left else []
-        gone = [step for step in steps if step <= done]
-        return lines + ([f"not profiled, because the run has passed them: {_listed(gone)}"] if gone else [])
+        later = [step for step in steps if step > done]
+        lines = [f"to be profiled into {self._folder}: {_list_steps(later)}"] if later else []
+        past = [step for step in steps if step <= done]
+        return lines + ([f"not profiled, because the run has passed them: {_list_steps(past)}"] if past else [])
 
 
-def _listed(steps: Sequence[int]) -> str:
+def _list_steps(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"

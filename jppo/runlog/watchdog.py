@@ -46,7 +46,7 @@ class Watch:
         hosts: Hosts = ALONE,
         stopped: int = STOPPED,
     ) -> None:
-        """Sets the limits of stages and of the end; `stacks` is the file for the stacks of a stuck run.
+        """Sets the limits of a stage's time and of the end's; `stacks` is the file for the stacks of a stuck run.
 
         `stopped` is the exit code after SIGTERM or SIGHUP.
         """
@@ -56,9 +56,9 @@ class Watch:
         self._stage_timeout_s = stage_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._stacks = stacks
-        self._asked: Stopped | None = None
-        self._last_moment = float("inf")
-        self._over = threading.Event()
+        self._stop: Stopped | None = None
+        self._deadline = float("inf")
+        self._finished = threading.Event()
         self._handlers: dict[int, Any] = {}
 
     def check(self) -> None:
@@ -66,71 +66,77 @@ class Watch:
         self._hosts.together(self._raise)
 
     def _raise(self) -> None:
-        if self._asked is not None:
-            raise self._asked
+        if self._stop is not None:
+            raise self._stop
 
     def __enter__(self) -> "Watch":
+        """Sets the signals' handlers and starts the watching thread."""
         if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             self._main = threading.get_ident()
             for number in (*self._codes, signal.SIGUSR1):
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue  # by nohup: the run should outlive its terminal
-                self._handlers[number] = signal.signal(number, self._signal)
-        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+                self._handlers[number] = signal.signal(number, self._handle_signal)
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._finished.set()
         self._thread.join()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def _signal(self, number: int, _: Any) -> None:
-        if number == signal.SIGINT and self._asked is not None:
+    def _handle_signal(self, number: int, _: Any) -> None:
+        """Requests a stop, and raises it at once in a stage that only waits; runs in the main thread."""
+        if number == signal.SIGINT and self._stop is not None:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait
         if number == signal.SIGHUP:
             _mute()
         if number in self._codes:
-            self._ask(Stopped(self._codes[signal.Signals(number)], f"stopped by {signal.Signals(number).name}"))
-        if self._asked is not None and self._timer.stage()[0] in WAITING and self._hosts.working and not _ending():
-            raise self._asked
+            name = signal.Signals(number).name
+            self._request_stop(Stopped(self._codes[signal.Signals(number)], f"stopped by {name}"))
+        if self._stop is not None and self._timer.stage()[0] in WAITING and self._hosts.working and not _is_ending():
+            raise self._stop
 
-    def _ask(self, stopped: Stopped) -> None:
-        if self._asked is None:
-            self._asked = stopped
-            self._last_moment = time.monotonic() + self._stop_timeout_s
+    def _request_stop(self, stopped: Stopped) -> None:
+        """Records the first reason for a stop, and by when the run has to end."""
+        if self._stop is None:
+            self._stop = stopped
+            self._deadline = time.monotonic() + self._stop_timeout_s
 
-    def _look(self) -> None:
-        told, again = False, 0.0
-        while not self._over.wait(POLL_S):
+    def _watch(self) -> None:
+        """Checks the stage's time and other hosts, repeats a stop's signal, and ends a late run; runs in a thread."""
+        announced, next_signal = False, 0.0
+        while not self._finished.wait(POLL_S):
             stage, seconds = self._timer.stage()
-            heard = self._hosts.heard()
-            if self._asked is None and (heard is not None or seconds > self._stage_timeout_s):
-                if heard is None:
-                    self._report(stage, seconds)
-                self._ask(heard or Stopped(STUCK, f"stuck in stage {stage}"))
-            if self._asked is not None and self._handlers and stage in WAITING and time.monotonic() >= again:
-                again = time.monotonic() + AGAIN_S
+            remote_stop = self._hosts.heard()
+            if self._stop is None and (remote_stop is not None or seconds > self._stage_timeout_s):
+                if remote_stop is None:
+                    self._report_stuck(stage, seconds)
+                self._request_stop(remote_stop or Stopped(STUCK, f"stuck in stage {stage}"))
+            if self._stop is not None and self._handlers and stage in WAITING and time.monotonic() >= next_signal:
+                next_signal = time.monotonic() + AGAIN_S
                 signal.pthread_kill(self._main, signal.SIGUSR1)  # wakes it from a wait
-            if self._asked is not None and not told:
-                told = True
-                if not self._asked.heard:
-                    self._hosts.tell(self._asked)
-            if time.monotonic() > self._last_moment:
-                _say(
+            if self._stop is not None and not announced:
+                announced = True
+                if not self._stop.heard:
+                    self._hosts.tell(self._stop)
+            if time.monotonic() > self._deadline:
+                _print_error(
                     f"the run did not end within trainer.stop_timeout_s={self._stop_timeout_s:g} in stage {stage}"
-                    f" ({self._asked.why if self._asked else ''}); it is ended by force; the last checkpoint remains"
+                    f" ({self._stop.why if self._stop else ''}); it is ended by force; the last checkpoint remains"
                 )
                 os._exit(STUCK)
 
-    def _report(self, stage: str, seconds: float) -> None:
+    def _report_stuck(self, stage: str, seconds: float) -> None:
+        """Writes the stacks of all threads to a file, and prints that the stage is stuck."""
         self._stacks.parent.mkdir(parents=True, exist_ok=True)
         with self._stacks.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: stage {stage} for {seconds:.0f} s\n")
             file.flush()
             faulthandler.dump_traceback(file)
-        _say(
+        _print_error(
             f"stage {stage} has not ended for {seconds:.0f} s, trainer.stage_timeout_s={self._stage_timeout_s:g}; the"
             f" stacks of all threads are in {self._stacks}; the run ends with a checkpoint"
         )
@@ -138,7 +144,7 @@ class Watch:
 
 @contextlib.contextmanager
 def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
-    """Wraps a whole command: whatever is expected to end a run becomes one line and the exit code.
+    """Ends a command: errors and stops that are expected become one line and their exit code.
 
     | raised                               | exit code              | checkpoint of the last complete state |
     |--------------------------------------|------------------------|---------------------------------------|
@@ -179,13 +185,13 @@ def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
 
 def leave(code: int, *, within_s: float) -> None:
     """Ends the process with `code`, by force if threads hang."""
-    threads = threading.Timer(within_s, os._exit, (code,))
-    threads.daemon = True
-    threads.start()
+    timer = threading.Timer(within_s, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
     sys.exit(code)
 
 
-def _ending() -> bool:
+def _is_ending() -> bool:
     """Whether this thread handles a `Stopped`: its `finally` and `except` blocks must not be interrupted by another."""
     error = sys.exception()
     while error is not None and not isinstance(error, Stopped):
@@ -199,10 +205,10 @@ def _mute() -> None:
         try:
             os.write(fd, b"")
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, fd)
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, fd)
+            os.close(null)
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

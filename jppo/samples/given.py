@@ -11,7 +11,7 @@ import numpy as np
 
 from jppo.data.rows import brief
 from jppo.errors import UserError
-from jppo.registry import said
+from jppo.registry import explain
 from jppo.rollout.protocol import Answer, cut_at
 from jppo.runlog.trajectories import Found
 from jppo.types import Prompt, Reward, Trajectory
@@ -27,7 +27,7 @@ def given_texts(give: Callable[[Prompt], Sequence[str]], prompt: Prompt, *, n: i
     try:
         texts = give(prompt)
     except Exception as e:  # a user's function may raise anything
-        raise UserError(f"{setting}: `given` raises {said(e)} for prompt {prompt.uid}; correct it") from e
+        raise UserError(f"{setting}: `given` raises {explain(e)} for prompt {prompt.uid}; correct it") from e
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text.strip() for text in texts):
         raise UserError(
             f"{setting}: `given` returns {brief(texts)} for prompt {prompt.uid}; it must be a list of texts that are"

@@ -34,15 +34,15 @@ def main(job_fd: int) -> None:
     if job["tests"] is not None:  # before the sandbox is closed; its imports cost as much as the rest of the start
         from jppo.sandbox import peer, reader  # noqa: F401
     try:
-        home = _close(limits, parent)
+        home = _confine(limits, parent)
         if job["tests"] is None and "command" not in job:
-            _seal(limits)
+            _install_filter(limits)
     except OSError as e:
         print(f"the sandbox could not be closed: {e}", file=sys.stderr, flush=True)
         os._exit(_EXIT_NOT_CLOSED)
     os.environ.update(HOME=home, TMPDIR=home)
     if "command" in job:
-        _command(job, home)
+        _run_command(job, home)
     with open("program.py", "w", encoding="utf-8") as copy:
         copy.write(job["program"])
     sys.path[:] = job["path"]
@@ -52,13 +52,13 @@ def main(job_fd: int) -> None:
         os.close(job["replies"])
         program.run_as_main(job["program"])
     else:
-        _with_tests(job, limits)
+        _run_with_tests(job, limits)
 
 
-def _command(job: "dict[str, Any]", home: str) -> None:
+def _run_command(job: "dict[str, Any]", home: str) -> None:
     """Runs a program that starts others, until the last of them ends; ends this process as the program does."""
 
-    def placed(text: str) -> str:
+    def expand(text: str) -> str:
         return text.replace(FOLDER, home)
 
     for name, data in job["files"].items():
@@ -74,59 +74,61 @@ def _command(job: "dict[str, Any]", home: str) -> None:
     os.dup2(job["replies"], REPLIES_FD, inheritable=True)
     os.close(job["replies"])
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    if (first := os.fork()) == 0:
-        _seal(job["limits"])
-        environment = {name: placed(value) for name, value in job["environment"].items()}
+    if (command_pid := os.fork()) == 0:
+        _install_filter(job["limits"])
+        environment = {name: expand(value) for name, value in job["environment"].items()}
         os.chdir(environment["PWD"])
-        command = [placed(word) for word in job["command"]]
+        command = [expand(word) for word in job["command"]]
         os.execve(command[0], command, environment)
     os.close(REPLIES_FD)
     code = 0
     while True:
         try:
-            ended, status = os.wait()
+            ended_pid, status = os.wait()
         except ChildProcessError:
             os._exit(code)
-        if ended == first:
+        if ended_pid == command_pid:
             code = os.waitstatus_to_exitcode(status) & 0xFF
 
 
-def _with_tests(job: "dict[str, Any]", limits: "dict[str, Any]") -> None:
+def _run_with_tests(job: "dict[str, Any]", limits: "dict[str, Any]") -> None:
     """Runs the program in this process and its tests in a child; only the child has the tests and can reply."""
     from jppo.sandbox import peer
 
-    asked, asks = os.pipe()
-    answered, answers = os.pipe()
-    own = os.getpid()
+    request_in, request_out = os.pipe()
+    reply_in, reply_out = os.pipe()
+    own_pid = os.getpid()
     if os.fork() == 0:
-        os.close(asked)
-        os.close(answers)
-        _die_with(own)
+        os.close(request_in)
+        os.close(reply_out)
+        _die_with_parent(own_pid)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # to the program, this process is as another user's
         with os.fdopen(job["tests"], encoding="utf-8") as f:
             tests = f.read()
-        _seal(limits)
-        os.write(asks, b"\n")
-        program.write_all(job["replies"], program.run_tests(tests, peer.TestsSide(answered, asks)))
+        _install_filter(limits)
+        os.write(request_out, b"\n")
+        program.write_all(job["replies"], program.run_tests(tests, peer.TestsSide(reply_in, request_out)))
         os._exit(0)
-    for fd in (asks, answered, job["tests"], job["replies"]):
+    for fd in (request_out, reply_in, job["tests"], job["replies"]):
         os.close(fd)
-    os.read(asked, 1)  # the child cannot be looked into now
-    _seal(limits)
+    os.read(request_in, 1)  # the child cannot be looked into now
+    _install_filter(limits)
     for name in [module for module in sys.modules if module.partition(".")[0] == "jppo"]:
         del sys.modules[name]  # a program that changes all modules changes none of the sandbox's
-    program.answer_tests(job["program"], lambda look_up: peer.ProgramSide(asked, answers, look_up), peer.Captured())
+    program.answer_tests(
+        job["program"], lambda look_up: peer.ProgramSide(request_in, reply_out, look_up), peer.Captured()
+    )
 
 
-def _seal(limits: "dict[str, Any]") -> None:
+def _install_filter(limits: "dict[str, Any]") -> None:
     """Installs the filter of system calls, after which no process can be made."""
     if limits["seccomp"]:
         confine.filter_calls(os.getpid(), counted=limits["counted"], programs=limits["programs"])
 
 
-def _close(limits: "dict[str, Any]", parent: int) -> str:
-    """Drops every right that the program must not have; returns its folder."""
-    _die_with(parent)
+def _confine(limits: "dict[str, Any]", parent: int) -> str:
+    """Confines this process: drops every right that the program must not have; returns the program's folder."""
+    _die_with_parent(parent)
     for group in limits["groups"]:
         with open(f"{group}/cgroup.procs", "w", encoding="ascii") as f:
             f.write("0")
@@ -146,8 +148,8 @@ def _close(limits: "dict[str, Any]", parent: int) -> str:
         )
         home = confine.HOME
     os.chdir(home)
-    for which, value in limits["rlimits"].items():
-        _limit(getattr(resource, which), value)
+    for resource_name, value in limits["rlimits"].items():
+        _set_limit(getattr(resource, resource_name), value)
     os.umask(0o077)
     if owner is not None:
         os.setgroups([])
@@ -164,7 +166,8 @@ def _close(limits: "dict[str, Any]", parent: int) -> str:
     return str(home)
 
 
-def _die_with(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends; ends it if the parent has ended before."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, _SIGKILL)
     if os.getppid() != parent:
         os._exit(_EXIT_NOT_CLOSED)
@@ -172,21 +175,21 @@ def _die_with(parent: int) -> None:
 
 def _become_child() -> None:
     """Continues in a child, the first of the process namespace; this process ends as the child does."""
-    alive, mine = os.pipe()
+    alive_read, alive_write = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(mine)
+        os.close(alive_write)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, _SIGKILL)
-        os.set_blocking(alive, False)
+        os.set_blocking(alive_read, False)
         try:
-            gone = os.read(alive, 1) == b""  # the parent ended before the signal was requested
+            parent_gone = os.read(alive_read, 1) == b""  # the parent ended before the signal was requested
         except BlockingIOError:
-            gone = False
-        os.close(alive)
-        if gone:
+            parent_gone = False
+        os.close(alive_read)
+        if parent_gone:
             os._exit(_EXIT_NOT_CLOSED)
         return
-    os.close(alive)
+    os.close(alive_read)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
@@ -199,7 +202,7 @@ def _become_child() -> None:
     os._exit(code)
 
 
-def _limit(which: int, value: int) -> None:
-    hard = resource.getrlimit(which)[1]
+def _set_limit(resource_kind: int, value: int) -> None:
+    hard = resource.getrlimit(resource_kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(which, (value, value))
+    resource.setrlimit(resource_kind, (value, value))

@@ -23,7 +23,7 @@ from jppo.sandbox.launcher import TOO_LONG, Guards, NoSandbox, Ran
 
 STRICT, BASIC, CONTAINER = "strict", "basic", "container"
 _PROBE = "import bisect, json, random, threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()"
-_HOARD = """
+_WRITE_TOO_MUCH = """
 import os, time
 for _ in range(6):  # files without names
     fd = os.open("x", os.O_CREAT | os.O_WRONLY)
@@ -41,9 +41,9 @@ def make_runner(mode: str = STRICT, url: str = "") -> Runner:
     if mode == CONTAINER:
         return functools.partial(_run_by_service, url=_check_url(url))
     guards = probe()
-    if mode == STRICT and (why := lacks(guards)):
+    if mode == STRICT and (fault := lacks(guards)):
         raise ValueError(
-            f"reward.sandbox='strict': {why}; start where they are, set reward.sandbox=container with"
+            f"reward.sandbox='strict': {fault}; start where they are, set reward.sandbox=container with"
             " reward.sandbox_url, or, for a model that you trust, reward.sandbox=basic"
         )
     return functools.partial(launcher.run_program, guards=guards)
@@ -54,8 +54,8 @@ def describe_sandbox(mode: str, url: str = "") -> str:
     if mode == CONTAINER:
         return f"sandbox: container, by {url}"
     guards = probe()
-    lacking = lacks(guards)
-    warning = f"; WARNING: programs are not contained: {lacking}" if mode == BASIC and lacking else ""
+    fault = lacks(guards)
+    warning = f"; WARNING: programs are not contained: {fault}" if mode == BASIC and fault else ""
     return f"sandbox: {mode}, {summary(guards)}{warning}"
 
 
@@ -64,54 +64,55 @@ def probe(without: Collection[str] = frozenset()) -> Guards:
     """Finds the strongest guards that work here; `without` names protections to treat as missing."""
     for guards in _candidates(frozenset(without)):
         try:
-            ran = launcher.run_program(_PROBE, guards=guards, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+            result = launcher.run_program(_PROBE, guards=guards, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
         except (launcher.NoSandbox, OSError):
             continue
-        if ran.status == 0 and ran.printed.strip() == "1":
-            guards = guards if "folder quota" in without or guards.spaces != confine.NONE else _counted(guards)
-            return guards if "cgroup" in without else _grouped(guards)
+        if result.status == 0 and result.printed.strip() == "1":
+            guards = guards if "folder quota" in without or guards.spaces != confine.NONE else _with_counter(guards)
+            return guards if "cgroup" in without else _with_groups(guards)
     return Guards()
 
 
-def _counted(guards: Guards) -> Guards:
+def _with_counter(guards: Guards) -> Guards:
     """Adds the quota by the kernel's counter, where that stops a program."""
     counted = dataclasses.replace(guards, counted=True)
     try:
-        ran = launcher.run_program(_HOARD, guards=counted, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+        result = launcher.run_program(_WRITE_TOO_MUCH, guards=counted, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
     except (launcher.NoSandbox, OSError):
         return guards
-    return counted if ran.why == confine.TOO_MUCH else guards
+    return counted if result.why == confine.TOO_MUCH else guards
 
 
-def _grouped(guards: Guards) -> Guards:
+def _with_groups(guards: Guards) -> Guards:
     """Adds control groups to the guards, where these can be made."""
     grouped = dataclasses.replace(guards, groups=launcher.group_bases())
     try:
-        ran = launcher.run_program("print(1)", guards=grouped, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+        result = launcher.run_program("print(1)", guards=grouped, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
     except (launcher.NoSandbox, OSError):
         return guards
-    return grouped if ran.status == 0 else guards
+    return grouped if result.status == 0 else guards
 
 
 def _candidates(without: Collection[str]) -> Iterator[Guards]:
+    """Yields combinations of guards, the strongest first; control groups and the counter are added later."""
     abi = 0 if "landlock" in without else confine.landlock_abi()
-    filtered = "seccomp" not in without and confine.filter_supported()
-    nobody = [launcher.NOBODY, None] if os.geteuid() == 0 and "user" not in without else [None]
-    places = [(confine.AS_ROOT, uid) for uid in nobody] if os.geteuid() == 0 else []
-    places = [] if "namespaces" in without else [*places, (confine.AS_USER, None)]
-    for files, calls in ((abi, filtered), (abi, False), (0, filtered), (0, False)):
-        yield from (Guards(files, calls, spaces, uid) for spaces, uid in places)
-        yield from (Guards(files, calls, confine.NONE, uid) for uid in nobody)
+    can_filter = "seccomp" not in without and confine.filter_supported()
+    users = [launcher.NOBODY, None] if os.geteuid() == 0 and "user" not in without else [None]
+    namespaces = [(confine.AS_ROOT, uid) for uid in users] if os.geteuid() == 0 else []
+    namespaces = [] if "namespaces" in without else [*namespaces, (confine.AS_USER, None)]
+    for landlock, seccomp in ((abi, can_filter), (abi, False), (0, can_filter), (0, False)):
+        yield from (Guards(landlock, seccomp, spaces, uid) for spaces, uid in namespaces)
+        yield from (Guards(landlock, seccomp, confine.NONE, uid) for uid in users)
 
 
 def describe_guards(guards: Guards) -> dict[str, str]:
     """Returns the state of each protection by its name in docs/security.md; '' is absent."""
-    own = guards.spaces != confine.NONE
+    has_namespaces = guards.spaces != confine.NONE
     return {
         "landlock": f"ABI {guards.landlock}" if guards.landlock else "",
         "seccomp": "on" if guards.seccomp else "",
-        "namespaces": "on" if own else "",
-        "folder quota": "tmpfs" if own else "counted" if guards.counted else "",
+        "namespaces": "on" if has_namespaces else "",
+        "folder quota": "tmpfs" if has_namespaces else "counted" if guards.counted else "",
         "unprivileged user": str(guards.uid or os.geteuid() or ""),
         "rlimits": "on",
         "cgroup": "on" if guards.groups else "",
@@ -119,7 +120,7 @@ def describe_guards(guards: Guards) -> dict[str, str]:
 
 
 def summary(guards: Guards) -> str:
-    """Returns one line for logs."""
+    """Describes the guards in one line, for logs."""
     states = describe_guards(guards)
     active = ", ".join(name if state == "on" else f"{name} ({state})" for name, state in states.items() if state)
     absent = ", ".join(name for name, state in states.items() if not state)
@@ -234,48 +235,48 @@ def _run_by_service(
         "compile_timeout": time_s,
         "memory_limit_MB": memory_bytes // 2**20,
     }
-    for tries in range(_RETRIES + 1):
+    for attempt in range(_RETRIES + 1):
         try:
-            ran = _ran(_post(_check_url(url), body, time_s + MARGIN_S), tests is not None)
-            return Ran(ran.status, ran.printed, ran.errors, ran.replies, ran.why, retries=tries)
-        except _Again as e:
-            if tries == _RETRIES:
+            result = _parse_reply(_post(_check_url(url), body, time_s + MARGIN_S), tests is not None)
+            return Ran(result.status, result.printed, result.errors, result.replies, result.why, retries=attempt)
+        except _TemporaryFailure as e:
+            if attempt == _RETRIES:
                 raise NoSandbox(f"the sandbox service failed {_RETRIES + 1} times; the last: {e}") from e
-            time.sleep(FIRST_WAIT_S * 2**tries)
+            time.sleep(FIRST_WAIT_S * 2**attempt)
     raise AssertionError("not reached")
 
 
-class _Again(Exception):
+class _TemporaryFailure(Exception):
     """A failure of the service that may pass."""
 
 
 def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    past_proxies = [urllib.request.ProxyHandler({})] if _is_loopback(url) else []
+    handlers = [urllib.request.ProxyHandler({})] if _is_loopback(url) else []
     try:
-        with urllib.request.build_opener(*past_proxies).open(request, timeout=timeout_s) as reply:
+        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as reply:
             return json.loads(reply.read())
     except urllib.error.HTTPError as e:
         if e.code in _RETRY_STATUS:
-            raise _Again(f"HTTP {e.code}") from e
+            raise _TemporaryFailure(f"HTTP {e.code}") from e
         raise NoSandbox(f"the sandbox service answered HTTP {e.code}: {e.read(200).decode('utf-8', 'replace')}") from e
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as e:
-        raise _Again(str(e)) from e
+        raise _TemporaryFailure(str(e)) from e
 
 
-def _ran(reply: Any, with_replies: bool) -> Ran:
+def _parse_reply(reply: Any, with_replies: bool) -> Ran:
     try:
         if reply["status"] == "SandboxError":
-            raise _Again(str(reply.get("message"))[:200])
+            raise _TemporaryFailure(str(reply.get("message"))[:200])
         result = reply["run_result"]
-        late = result["status"] == "TimeLimitExceeded"
+        timed_out = result["status"] == "TimeLimitExceeded"
         printed, errors = result.get("stdout") or "", result.get("stderr") or ""
         code = result.get("return_code")
-        status = None if late else 1 if code is None else int(code)
+        status = None if timed_out else 1 if code is None else int(code)
         replies = tuple(printed.splitlines()) if with_replies else ()
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as e:
-        raise _Again(f"a reply without status, run_result and its status: {str(reply)[:200]}") from e
-    return Ran(status, "" if with_replies else printed, errors, replies, TOO_LONG if late else "")
+        raise _TemporaryFailure(f"a reply without status, run_result and its status: {str(reply)[:200]}") from e
+    return Ran(status, "" if with_replies else printed, errors, replies, TOO_LONG if timed_out else "")
 
 
 def _is_loopback(url: str) -> bool:

@@ -100,7 +100,7 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NR, _ARCH, _ARGS = 0, 4, 16  # offsets in struct seccomp_data
 _CLONE_THREAD = 0x00010000
 _NEW_SPACES = 0x7E020080  # CLONE_NEWTIME to CLONE_NEWNET
-_OF_PROGRAMS = ("fork", "vfork", "execve")
+_PROGRAM_CALLS = ("fork", "vfork", "execve")
 _FALLOCATE = {kernel.X86_64: 285, kernel.AARCH64: 47}
 _FCNTL = (0, 1, 2, 3, 4, 5, 1030, 1032, 1033, 1034)  # F_DUPFD to F_GETLK, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, seals
 _F_SETLK, _F_SETLKW = 6, 7
@@ -141,24 +141,24 @@ def build_tree(
     files may be made anywhere in the tree, and /proc shows its processes. Raises OSError.
     """
     kernel.mount("none", "/", "", _MS_REC | _MS_PRIVATE)
-    quiet = _MS_NOSUID | _MS_NODEV
+    mount_flags = _MS_NOSUID | _MS_NODEV
     mode = "777" if programs else "755"
-    kernel.mount("sandbox", base, "tmpfs", quiet, f"size={_ROOT_BYTES},nr_inodes=4096,mode={mode}")
+    kernel.mount("sandbox", base, "tmpfs", mount_flags, f"size={_ROOT_BYTES},nr_inodes=4096,mode={mode}")
     for path in read:
-        _show(base, path)
+        _bind_into(base, path)
     for path in devices:
-        _show(base, path, read_only=False)
+        _bind_into(base, path, read_only=False)
     if programs:
         _show_processes(base)
     os.mkdir(base + HOME)
     uid, gid = owner
-    kernel.mount("box", base + HOME, "tmpfs", quiet, f"size={size},nr_inodes=4096,mode=700,uid={uid},gid={gid}")
+    kernel.mount("box", base + HOME, "tmpfs", mount_flags, f"size={size},nr_inodes=4096,mode=700,uid={uid},gid={gid}")
     os.chdir(base)
     # Mounts the old root over the new one, then unmounts it: pivot_root(2).
     kernel.syscall(kernel.PIVOT_ROOT[kernel.MACHINE], b".", b".")
     kernel.unmount(".", _MNT_DETACH)
     if not programs:
-        kernel.mount("none", "/", "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | quiet)
+        kernel.mount("none", "/", "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | mount_flags)
     os.chdir(HOME)
 
 
@@ -175,7 +175,8 @@ def _show_processes(base: str) -> None:
         os.symlink(f"/proc/self/fd{target}", f"{base}/dev/{name}")
 
 
-def _show(base: str, path: str, *, read_only: bool = True) -> None:
+def _bind_into(base: str, path: str, *, read_only: bool = True) -> None:
+    """Shows a path of the host at the same place below `base`, by a bind mount."""
     if not os.path.lexists(path) or os.path.lexists(base + path):
         return
     os.makedirs(os.path.dirname(base + path), exist_ok=True)
@@ -188,16 +189,16 @@ def _show(base: str, path: str, *, read_only: bool = True) -> None:
         os.close(os.open(base + path, os.O_CREAT | os.O_WRONLY, 0o644))
     kernel.mount(path, base + path, "", _MS_BIND | _MS_REC)
     if read_only:
-        for place in _mounts_below(base + path):
-            there = os.statvfs(place).f_flag
-            kept = sum(flag for bit, flag in _LOCKED.items() if there & bit)
-            kernel.mount("none", place, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | kept)
+        for mount in _mounts_below(base + path):
+            flags = os.statvfs(mount).f_flag
+            locked_flags = sum(flag for bit, flag in _LOCKED.items() if flags & bit)
+            kernel.mount("none", mount, "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | locked_flags)
 
 
 def _mounts_below(path: str) -> list[str]:
     with open("/proc/self/mounts", "rb") as f:
-        places = [os.fsdecode(line.split()[1].decode("unicode_escape").encode("latin-1")) for line in f]
-    return [place for place in places if place == path or place.startswith(path + os.sep)]
+        mounts = [os.fsdecode(line.split()[1].decode("unicode_escape").encode("latin-1")) for line in f]
+    return [mount for mount in mounts if mount == path or mount.startswith(path + os.sep)]
 
 
 class _Ruleset(ctypes.Structure):
@@ -225,37 +226,38 @@ def restrict(*, read: list[str], write: list[str], devices: list[str], programs:
     Needs PR_SET_NO_NEW_PRIVS.
     """
     version = landlock_abi()
-    handled = sum(bits for since, bits in _FILES_BY_ABI.items() if since <= version)
-    rules = _Ruleset(handled, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
-    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    handled_accesses = sum(bits for since, bits in _FILES_BY_ABI.items() if since <= version)
+    rules = _Ruleset(handled_accesses, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
+    struct_bytes = 24 if version >= 6 else 16 if version >= 4 else 8
     execute = _EXECUTE if programs else 0
-    ruleset = kernel.syscall(kernel.LANDLOCK_CREATE_RULESET, ctypes.byref(rules), size, 0)
+    ruleset = kernel.syscall(kernel.LANDLOCK_CREATE_RULESET, ctypes.byref(rules), struct_bytes, 0)
     try:
         for paths, access in (
             (read, _READ | execute),
-            (write, handled & ~_MAKE_DEVICES & ~_EXECUTE | execute),
+            (write, handled_accesses & ~_MAKE_DEVICES & ~_EXECUTE | execute),
             (devices, _READ_FILE | _WRITE_FILE),
         ):
             for path in paths:
-                _allow(ruleset, path, access & handled)
+                _allow_path(ruleset, path, access & handled_accesses)
         kernel.syscall(kernel.LANDLOCK_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
     return version
 
 
-def _allow(ruleset: int, path: str, access: int) -> None:
+def _allow_path(ruleset: int, path: str, access: int) -> None:
+    """Adds a rule to a Landlock ruleset: these accesses below a path."""
     try:
-        there = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:  # a path that this system does not have
         return
     try:
-        if not stat.S_ISDIR(os.fstat(there).st_mode):
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
             access &= _ONLY_FOR_FILES
-        rule = _PathBeneath(access, there)
+        rule = _PathBeneath(access, fd)
         kernel.syscall(kernel.LANDLOCK_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
     finally:
-        os.close(there)
+        os.close(fd)
 
 
 class _Instruction(ctypes.Structure):
@@ -284,8 +286,8 @@ def filter_calls(pid: int, *, counted: bool, programs: bool = False) -> None:
 
 
 def build_filter(machine: str, pid: int, *, counted: bool = False, programs: bool = False) -> list[_Step]:
-    """Builds the filter's instructions."""
-    column = 0 if machine == kernel.X86_64 else 1
+    """Builds the instructions of the seccomp filter for a machine."""
+    machine_column = 0 if machine == kernel.X86_64 else 1
     code: list[_Step] = [
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
@@ -298,17 +300,18 @@ def build_filter(machine: str, pid: int, *, counted: bool = False, programs: boo
     if counted:
         code += [(_EQUAL, 0, 1, _FALLOCATE[machine]), _refuse(errno.EOPNOTSUPP)]
     for name, numbers in _WITH_RULES.items():
-        if (number := numbers[column]) is not None:
-            rules = _rules("fork" if programs and name == "clone" else name, pid)
+        if (number := numbers[machine_column]) is not None:
+            rules = _call_rules("fork" if programs and name == "clone" else name, pid)
             block = [*rules, (_RETURN, 0, 0, _ALLOW)]
             code += [(_EQUAL, 0, len(block), number), *block]
     for name, refused in _REFUSED.items():
-        if (number := refused[column]) is not None and not (programs and name in _OF_PROGRAMS):
+        if (number := refused[machine_column]) is not None and not (programs and name in _PROGRAM_CALLS):
             code += [(_EQUAL, 0, 1, number), _refuse(errno.EPERM)]
     return [*code, (_RETURN, 0, 0, _ALLOW)]
 
 
-def _rules(name: str, pid: int) -> list[_Step]:
+def _call_rules(name: str, pid: int) -> list[_Step]:
+    """Returns the filter's instructions for the arguments of one system call."""
     if name == "clone":  # threads only
         return [_low(0), (_ANY_BIT, 1, 0, _CLONE_THREAD), _refuse(errno.EPERM)]
     if name == "fork":  # without new namespaces
@@ -321,37 +324,41 @@ def _rules(name: str, pid: int) -> list[_Step]:
         stream = [(_ANY_BIT, 0, 1, _SOCK_STREAM), (_ANY_BIT, 0, 1, _OTHER_SOCKETS), _refuse(errno.EPERM)]
         return [_low(0), (_EQUAL, 1, 0, _AF_UNIX), _refuse(errno.EPERM), _low(1), *stream]
     if name == "sendto":  # to the other end alone, without an address
-        return [step for half in (_low(4), _high(4)) for step in (half, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM))]
+        return [step for load in (_low(4), _high(4)) for step in (load, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM))]
     if name == "fcntl":  # neither leases nor signals to others
         locks = [step for lock in (_F_SETLK, _F_SETLKW) for step in ((_EQUAL, 0, 1, lock), _refuse(0))]
-        return [_low(1), *locks, *_only(_FCNTL, errno.EPERM)]
+        return [_low(1), *locks, *_allow_only(_FCNTL, errno.EPERM)]
     if name == "ioctl":  # no allocation of blocks
-        return [_low(1), *_none_of(_TIOCSTI, _FIOSETOWN, _SIOCSPGRP), *_only(_IOCTL, errno.EOPNOTSUPP)]
+        return [_low(1), *_refuse_values(_TIOCSTI, _FIOSETOWN, _SIOCSPGRP), *_allow_only(_IOCTL, errno.EOPNOTSUPP)]
     if name == "prctl":  # the program may not undo that it ends with its parent, nor become unreadable to it
-        return [_low(0), *_none_of(kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)]
+        return [_low(0), *_refuse_values(kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)]
     if name == "prlimit64":  # reads limits of this process
         read = [_low(0), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
-        for half in (_low(2), _high(2)):
-            read += [half, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
+        for load in (_low(2), _high(2)):
+            read += [load, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
         return read
     # open and openat: before ABI 3, Landlock lets a file opened for reading be truncated
     flags = _low(1 if name == "open" else 2)
     return [flags, (_ANY_BIT, 2, 0, os.O_WRONLY | os.O_RDWR), (_ANY_BIT, 0, 1, os.O_TRUNC), _refuse(errno.EPERM)]
 
 
-def _none_of(*values: int) -> list[_Step]:
+def _refuse_values(*values: int) -> list[_Step]:
+    """Refuses these values of the loaded argument."""
     return [step for value in values for step in ((_EQUAL, 0, 1, value), _refuse(errno.EPERM))]
 
 
-def _only(values: Sequence[int], code: int) -> list[_Step]:
+def _allow_only(values: Sequence[int], code: int) -> list[_Step]:
+    """Refuses all other values of the loaded argument, with this error code."""
     return [*((_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)), _refuse(code)]
 
 
 def _low(argument: int) -> _Step:
+    """Loads the lower half of an argument of the system call."""
     return (_LOAD, 0, 0, _ARGS + 8 * argument)  # both architectures are little-endian
 
 
 def _high(argument: int) -> _Step:
+    """Loads the upper half of an argument of the system call."""
     return (_LOAD, 0, 0, _ARGS + 8 * argument + 4)
 
 
@@ -361,47 +368,49 @@ def _refuse(code: int) -> _Step:
 
 def excess(folder: str, pid: int, user: int | None, *, counted: bool) -> str:
     """Returns why process `pid`, of another `user` if not None, has too much in its folder, or ''."""
-    size, files = 0, 0
+    used_bytes, files = 0, 0
     try:
-        for where, folders, names in os.walk(folder, onerror=_raise):
+        for folder_path, folders, names in os.walk(folder, onerror=_raise_unless_missing):
             files += len(folders) + len(names)
             for name in (*folders, *names):
                 with contextlib.suppress(FileNotFoundError):
-                    size += os.lstat(os.path.join(where, name)).st_blocks * 512
-            if size > FOLDER_BYTES or files > _FOLDER_FILES:
+                    used_bytes += os.lstat(os.path.join(folder_path, name)).st_blocks * 512
+            if used_bytes > FOLDER_BYTES or files > _FOLDER_FILES:
                 return f"{TOO_MUCH} or {_FOLDER_FILES} files"
     except (OSError, RecursionError):
         return "made a folder that cannot be looked into"
     try:
-        return TOO_MUCH if counted and _written(pid, user) > FOLDER_BYTES else ""
+        return TOO_MUCH if counted and _written_bytes(pid, user) > FOLDER_BYTES else ""
     except OSError:  # it starts or ends; in between it cannot hide the counter
         return ""
 
 
-def _written(pid: int, user: int | None) -> int:
+def _written_bytes(pid: int, user: int | None) -> int:
+    """Returns the bytes that a process, of another `user` if not None, has written to files."""
     try:
-        return _counted(str(pid))
+        return _read_counter(str(pid))
     except PermissionError:  # root without CAP_SYS_PTRACE
         if user is None:
             raise
         from concurrent.futures import ThreadPoolExecutor  # here, because it would delay every program
 
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(_counted_for, str(pid), user).result()
+            return thread.submit(_read_counter_as, str(pid), user).result()
 
 
-def _counted_for(pid: str, user: int) -> int:
+def _read_counter_as(pid: str, user: int) -> int:
     """Reads the counter as `user`, which this thread stays; others keep theirs."""
     for call in (kernel.SETFSGID, kernel.SETFSUID):
         kernel.syscall(call[kernel.MACHINE], user)
-    return _counted(pid)
+    return _read_counter(pid)
 
 
-def _counted(process: str) -> int:
+def _read_counter(process: str) -> int:
+    """Reads the kernel's counter of the bytes that a process has written to files."""
     with open(f"/proc/{process}/io", encoding="ascii") as f:
         return int(f.read().partition("\nwrite_bytes:")[2].split()[0])
 
 
-def _raise(e: OSError) -> None:
+def _raise_unless_missing(e: OSError) -> None:
     if not isinstance(e, FileNotFoundError):  # removed meanwhile
         raise e

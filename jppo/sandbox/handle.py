@@ -35,12 +35,12 @@ _OPERATORS = [
 ]  # fmt: skip
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 # Classes of libraries that the program's objects and errors have in the tests, for isinstance and except.
-_SHARED = {
+_SHARED_CLASSES = {
     "dataclasses": {"FrozenInstanceError"}, "decimal": {"DecimalException", "DivisionByZero", "InvalidOperation"},
     "json.decoder": {"JSONDecodeError"}, "numpy.linalg": {"LinAlgError"}, "re": {"Match", "Pattern", "error"},
     "statistics": {"StatisticsError"},
 }  # fmt: skip
-_OF_PYTHON = {kind.__name__: kind for kind in (types.GeneratorType, types.FunctionType, types.BuiltinFunctionType)}
+_PYTHON_CLASSES = {kind.__name__: kind for kind in (types.GeneratorType, types.FunctionType, types.BuiltinFunctionType)}
 
 
 class Undecided(BaseException):
@@ -48,6 +48,7 @@ class Undecided(BaseException):
 
 
 def number_of(value: Any) -> Any:
+    """Returns the number of the program's object that a handle, class or error stands for."""
     if isinstance(value, BaseException):
         return "error", value.__dict__["_place"]
     return value.__dict__["number"] if isinstance(value, type) else object.__getattribute__(value, "_number")
@@ -85,7 +86,8 @@ class _Doc:
         return kind.side.get(kind if handle is None else handle, "__doc__")
 
 
-def _asked(op: str) -> Callable[..., Any]:
+def _operation(op: str) -> Callable[..., Any]:
+    """Makes a method that has the program do an operation on its object."""
     return lambda self, *more: type(self).side.ask(op, self, *more)
 
 
@@ -113,11 +115,12 @@ class Handle(metaclass=Meta):
     def __deepcopy__(self, _: object) -> Any:
         return type(self).side.ask("deepcopy", self)
 
-    __setattr__, __delattr__, __copy__ = _asked("set"), _asked("del"), _asked("copy")
-    __str__, __repr__, __format__ = _asked("str"), _asked("repr"), _asked("format")
+    __setattr__, __delattr__, __copy__ = _operation("set"), _operation("del"), _operation("copy")
+    __str__, __repr__, __format__ = _operation("str"), _operation("repr"), _operation("format")
 
 
 def _undecided(self: Any, *args: object) -> Any:
+    """The method of all operations whose result would be the verdict."""
     raise Undecided("the program orders its objects, or calculates with values of the tests")
 
 
@@ -127,7 +130,7 @@ def _exit(self: Any, kind: Any, error: Any, _: object) -> None:
 
 
 _METHODS: dict[str, Any] = {
-    **{f"__{op}__": _asked(op) for op in (*LOOKS, "next", "setitem", "delitem") if op not in ("get", "contains")},
+    **{f"__{op}__": _operation(op) for op in (*LOOKS, "next", "setitem", "delitem") if op not in ("get", "contains")},
     "__call__": lambda self, *args, **named: type(self).side.ask("call", self, args, named),
     "__iter__": lambda self: type(self).side.items(self),
     "__reversed__": lambda self: iter(list(self)[::-1]),
@@ -152,49 +155,49 @@ def fact(kind: type, name: str) -> Any:
 def plain_base(kind: type) -> Any:
     """Returns the immutable type of plain data that an instance of a class is, whose methods it has; None for none."""
     mro = fact(kind, "__mro__")
-    plain = next((above for above in mro if above in IMMUTABLE), None)
-    own = [name for above in mro[: mro.index(plain)] for name in fact(above, "__dict__")] if plain else []
+    plain = next((base for base in mro if base in IMMUTABLE), None)
+    names = [name for base in mro[: mro.index(plain)] for name in fact(base, "__dict__")] if plain else []
     fields = getattr(kind, "_fields", ()) if plain is tuple else ()
-    replaced = any(name in methods_of(plain) or (name in fields and own.count(name) > 1) for name in own)
+    replaced = any(name in methods_of(plain) or (name in fields and names.count(name) > 1) for name in names)
     return None if replaced else plain
 
 
 def shared_class(outer: str, name: str) -> Any:
     """Returns a class of a library, by its module and name, that is one class to both sides; None for others."""
     if outer == "builtins":
-        return _OF_PYTHON.get(name)
-    return getattr(sys.modules.get(outer), name, None) if name in _SHARED.get(outer, ()) else None
+        return _PYTHON_CLASSES.get(name)
+    return getattr(sys.modules.get(outer), name, None) if name in _SHARED_CLASSES.get(outer, ()) else None
 
 
-def make_class(side: Any, number: int, name: str, above: tuple[Any, ...], special: list[str], outer: str) -> Any:
+def make_class(side: Any, number: int, name: str, bases: tuple[Any, ...], special: list[str], outer: str) -> Any:
     """Makes the class that stands for one of the program's: its bases, and the special methods that it has."""
-    real = shared_class(outer, name)
+    shared = shared_class(outer, name)
     body: dict[str, Any] = {"number": number, "side": side, "__doc__": _Doc()}
-    if any(issubclass(base, BaseException) for base in above):
-        body |= {"__str__": _text, "__getattr__": _attribute_of_error}
-        mine = real is not None and issubclass(real, BaseException)
-        return real if mine else Meta(name, above, body)
+    if any(issubclass(base, BaseException) for base in bases):
+        body |= {"__str__": _error_text, "__getattr__": _attribute_of_error}
+        is_shared_error = shared is not None and issubclass(shared, BaseException)
+        return shared if is_shared_error else Meta(name, bases, body)
     methods = {n: method for n, method in _METHODS.items() if n in special}
-    plain = next((kind for kind in IMMUTABLE if any(issubclass(base, kind) for base in above)), None)
+    plain = next((kind for kind in IMMUTABLE if any(issubclass(base, kind) for base in bases)), None)
     body["special"] = frozenset(special)
     if plain is None:
         body |= dict.fromkeys((*_OPERATORS, *_COMPARISONS[2:]), _undecided) | methods
     else:
         body |= methods | {n: getattr(plain, n) for n in methods_of(plain)}
         body |= dict.fromkeys(set(special) & set(_OPERATORS), _undecided)
-    if real is not None and not above:
-        body["__class__"] = property(lambda _: real)
-    handles = above if any(issubclass(base, Handle) for base in above) else (Handle, *above)
+    if shared is not None and not bases:
+        body["__class__"] = property(lambda _: shared)
+    handles = bases if any(issubclass(base, Handle) for base in bases) else (Handle, *bases)
     return Meta(name, handles, body)
 
 
 @functools.cache
-def exception(name: str, own: str = "") -> Any:
+def exception(name: str, subclass_name: str = "") -> Any:
     """Returns a builtin exception, or the stand-in of a subclass of the tests."""
     kind = getattr(builtins, name)
     if not issubclass(kind, BaseException):
         raise ValueError(name)
-    return kind if own in ("", name) else type(own, (kind,), {"__module__": "builtins"})
+    return kind if subclass_name in ("", name) else type(subclass_name, (kind,), {"__module__": "builtins"})
 
 
 def _attribute_of_error(error: Any, name: str) -> Any:
@@ -203,5 +206,5 @@ def _attribute_of_error(error: Any, name: str) -> Any:
     return type(error).side.get(error, name)
 
 
-def _text(error: Any) -> str:
+def _error_text(error: Any) -> str:
     return str(error.__dict__.get("_text", ""))

@@ -33,7 +33,7 @@ _OUTPUT_BYTES = 2**24  # of its output, and of its replies
 THREADS = 64  # where the user is not root
 _OPEN_FILES = 128
 NOBODY = 65534
-_OF_PYTHON = 2**26  # memory of the process that waits for a program in namespaces
+_PYTHON_BYTES = 2**26  # memory of the process that waits for a program in namespaces
 TOO_LONG = "took too long"
 _PREFIX, _OLD_S = "jppo-code-", 3600.0  # folders of programs, and the minimum age of a leftover
 _TICK_S = 0.05  # how often a folder without a quota is measured
@@ -91,9 +91,9 @@ def run_program(
     """
     job = {
         "program": text.encode("utf-8", "replace").decode("utf-8"),
-        "path": [p for p in sys.path if any(_within(p, place) for place in readable_paths())],
+        "path": [p for p in sys.path if any(_is_within(p, place) for place in readable_paths())],
     }
-    return _confined(job, guards, time_s, memory_bytes, stdin, tests)
+    return _run_confined(job, guards, time_s, memory_bytes, stdin, tests)
 
 
 def run_command(
@@ -114,29 +114,30 @@ def run_command(
     that start with a FOLDER are below the program's folder. Raises NoSandbox.
     """
     job = {"command": command, "files": files, "links": links, "environment": environment, "read": read}
-    return _confined(job, guards, time_s, memory_bytes, stdin, None)
+    return _run_confined(job, guards, time_s, memory_bytes, stdin, None)
 
 
-def _confined(
+def _run_confined(
     job: dict[str, Any], guards: Guards, time_s: float, memory_bytes: int, stdin: str, tests: str | None
 ) -> Ran:
-    _sweep(tempfile.gettempdir())
+    """Runs a job in a new folder and new control groups, which are removed afterwards."""
+    _remove_leftovers(tempfile.gettempdir())
     folder = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
     groups: list[str] = []
     try:
         if guards.groups:
-            most = memory_bytes + confine.FOLDER_BYTES + _OF_PYTHON
-            groups = _make_groups(guards.groups, memory=most, processes=THREADS + 2 + (tests is not None))
+            group_memory = memory_bytes + confine.FOLDER_BYTES + _PYTHON_BYTES
+            groups = _make_groups(guards.groups, memory=group_memory, processes=THREADS + 2 + (tests is not None))
         if guards.uid is not None and guards.spaces == confine.NONE:
             os.chown(folder, guards.uid, guards.uid)
-        bounds = _limits(folder, guards, time_s, memory_bytes, job.get("read", []))
+        limits = _make_limits(folder, guards, time_s, memory_bytes, job.get("read", []))
         if any(os.path.exists(f"{group}/{name}") for group in groups for name in _GROUP_PIDS):
-            del bounds["rlimits"][
+            del limits["rlimits"][
                 "RLIMIT_NPROC"
             ]  # it counts all of the user's, so one program would take another's share
-        job = job | {"limits": bounds | {"groups": groups, "programs": "command" in job}}
+        job = job | {"limits": limits | {"groups": groups, "programs": "command" in job}}
         excess = functools.partial(confine.excess, folder, user=guards.uid, counted=guards.counted)
-        ran = _run(job, stdin, tests, folder, time_s, excess if guards.spaces == confine.NONE else None)
+        ran = _run_child(job, stdin, tests, folder, time_s, excess if guards.spaces == confine.NONE else None)
     finally:
         _remove(folder)
         _remove_groups(groups)
@@ -156,7 +157,7 @@ def readable_paths() -> list[str]:
     return sorted(path for path in paths if os.path.lexists(path) and path.count(os.sep) > 0 and path != os.sep)
 
 
-def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int, read: list[str]) -> dict[str, Any]:
+def _make_limits(folder: str, guards: Guards, time_s: float, memory_bytes: int, read: list[str]) -> dict[str, Any]:
     user = os.getuid() if guards.uid is None else guards.uid
     return {
         "folder": folder,
@@ -172,7 +173,7 @@ def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int, read:
             "RLIMIT_AS": memory_bytes,
             "RLIMIT_CPU": int(time_s) + 2,
             "RLIMIT_FSIZE": _FILE_BYTES,
-            "RLIMIT_NPROC": _processes_of(user) + THREADS,
+            "RLIMIT_NPROC": _count_threads(user) + THREADS,
             "RLIMIT_NOFILE": _OPEN_FILES,
             "RLIMIT_MSGQUEUE": 0,
             "RLIMIT_CORE": 0,
@@ -180,43 +181,46 @@ def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int, read:
     }
 
 
-def _run(job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s: float, excess: _Excess | None) -> Ran:
+def _run_child(
+    job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s: float, excess: _Excess | None
+) -> Ran:
+    """Starts the child process with a job, and returns how the program ended."""
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
-        replies, answers = os.pipe()
-        stack.callback(os.close, replies)
-        given = _memory_file(stack, stdin.encode("utf-8", "replace"))
-        held = None if tests is None else _memory_file(stack, tests.encode("utf-8", "replace"))
-        order = _memory_file(stack, marshal.dumps(job | {"replies": answers, "tests": held}))
+        replies_fd, replies_out = os.pipe()
+        stack.callback(os.close, replies_fd)
+        stdin_fd = _memory_file(stack, stdin.encode("utf-8", "replace"))
+        tests_fd = None if tests is None else _memory_file(stack, tests.encode("utf-8", "replace"))
+        job_fd = _memory_file(stack, marshal.dumps(job | {"replies": replies_out, "tests": tests_fd}))
         try:
             child = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, str(order)],
-                stdin=given,
+                [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, str(job_fd)],
+                stdin=stdin_fd,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd=folder,
                 env=environment,
                 start_new_session=True,
-                pass_fds=(order, answers, *([] if held is None else [held])),
+                pass_fds=(job_fd, replies_out, *([] if tests_fd is None else [tests_fd])),
                 bufsize=0,
             )
         finally:
-            os.close(answers)
+            os.close(replies_out)
         assert child.stdout is not None and child.stderr is not None
         stack.callback(child.stdout.close)
         stack.callback(child.stderr.close)
-        watch = _Watch(child, time.monotonic() + time_s, excess)
+        reader = _OutputReader(child, time.monotonic() + time_s, excess)
         try:
-            contents, why = watch.read([child.stdout.fileno(), child.stderr.fileno(), replies])
+            contents, why = reader.read([child.stdout.fileno(), child.stderr.fileno(), replies_fd])
         finally:
             _kill(child)
-        printed, errors, replied = (data.decode("utf-8", "replace") for data in contents)
+        printed, errors, reply_text = (data.decode("utf-8", "replace") for data in contents)
         status = None if why else child.returncode
-        taken = os.lseek(given, 0, os.SEEK_CUR)
-        return Ran(status, printed, errors, tuple(replied.split("\n")[:-1]), why, input_bytes=taken)
+        input_bytes = os.lseek(stdin_fd, 0, os.SEEK_CUR)
+        return Ran(status, printed, errors, tuple(reply_text.split("\n")[:-1]), why, input_bytes=input_bytes)
 
 
-class _Watch:
+class _OutputReader:
     """A reader of a process's output until it ends or must be killed."""
 
     def __init__(self, child: subprocess.Popen[bytes], deadline: float, excess: _Excess | None):
@@ -225,33 +229,33 @@ class _Watch:
     def read(self, pipes: Sequence[int]) -> tuple[list[bytes], str]:
         """Returns the pipes' contents, and why the process must be killed, or ''."""
         contents = {fd: bytearray() for fd in pipes}
-        with selectors.DefaultSelector() as waiting:
+        with selectors.DefaultSelector() as selector:
             for fd in pipes:
-                waiting.register(fd, selectors.EVENT_READ)
-            why = ""
-            while waiting.get_map() and not why:
-                for key, _ in waiting.select(self._patience()):
+                selector.register(fd, selectors.EVENT_READ)
+            reason = ""
+            while selector.get_map() and not reason:
+                for key, _ in selector.select(self._wait_s()):
                     chunk = os.read(key.fd, 2**16)
                     contents[key.fd] += chunk
                     if not chunk:
-                        waiting.unregister(key.fd)
+                        selector.unregister(key.fd)
                     if len(contents[key.fd]) > _OUTPUT_BYTES:
-                        why = f"printed more than {_OUTPUT_BYTES} bytes"
-                why = why or self._fault()
-        while not why and self._child.poll() is None:  # it has closed its pipes
+                        reason = f"printed more than {_OUTPUT_BYTES} bytes"
+                reason = reason or self._kill_reason()
+        while not reason and self._child.poll() is None:  # it has closed its pipes
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(self._patience())
-            why = self._fault() if self._child.poll() is None else ""
-        return [bytes(contents[fd]) for fd in pipes], why or self._overfull()
+                self._child.wait(self._wait_s())
+            reason = self._kill_reason() if self._child.poll() is None else ""
+        return [bytes(contents[fd]) for fd in pipes], reason or self._folder_reason()
 
-    def _patience(self) -> float:
-        left = max(0.0, self._deadline - time.monotonic())
-        return left if self._excess is None else min(left, _TICK_S)
+    def _wait_s(self) -> float:
+        seconds_left = max(0.0, self._deadline - time.monotonic())
+        return seconds_left if self._excess is None else min(seconds_left, _TICK_S)
 
-    def _fault(self) -> str:
-        return TOO_LONG if time.monotonic() >= self._deadline else self._overfull()
+    def _kill_reason(self) -> str:
+        return TOO_LONG if time.monotonic() >= self._deadline else self._folder_reason()
 
-    def _overfull(self) -> str:
+    def _folder_reason(self) -> str:
         return self._excess(self._child.pid) if self._excess is not None else ""
 
 
@@ -273,17 +277,18 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 @functools.cache
-def _sweep(place: str) -> None:
+def _remove_leftovers(place: str) -> None:
     """Removes folders of killed workers: old ones of this user or NOBODY, whose process is gone."""
     for path in pathlib.Path(place).glob(f"{_PREFIX}*-*"):
         with contextlib.suppress(OSError):
-            at = path.lstat()
-            gone = not os.path.exists(f"/proc/{path.name.removeprefix(_PREFIX).partition('-')[0]}")
-            if gone and at.st_uid in (os.geteuid(), NOBODY) and time.time() - at.st_mtime > _OLD_S:
+            status = path.lstat()
+            process_gone = not os.path.exists(f"/proc/{path.name.removeprefix(_PREFIX).partition('-')[0]}")
+            if process_gone and status.st_uid in (os.geteuid(), NOBODY) and time.time() - status.st_mtime > _OLD_S:
                 _remove(str(path))
 
 
 def _remove(folder: str) -> None:
+    """Removes a folder, whatever a program has made in it."""
     with contextlib.suppress(OSError, RecursionError):
         shutil.rmtree(folder)
     if os.path.lexists(folder):  # folders without rights, or thousands of nested ones
@@ -291,11 +296,11 @@ def _remove(folder: str) -> None:
             subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
-def _within(path: str, place: str) -> bool:
+def _is_within(path: str, place: str) -> bool:
     return path == place or path.startswith(place + os.sep)
 
 
-def _processes_of(user: int) -> int:
+def _count_threads(user: int) -> int:
     """Counts a user's threads as the kernel does for RLIMIT_NPROC; 0 without /proc."""
     total = 0
     for process in pathlib.Path("/proc").glob("[0-9]*/task"):
@@ -355,15 +360,16 @@ def _own_groups() -> list[str]:
         return []
     groups = []
     for _, controllers, path in entries:
-        wanted = set(controllers.split(",")) & {"memory", "pids"}
-        for _, place, kind, options, *_ in mounts:
-            first = kind == "cgroup" and wanted & set(options.split(","))
-            if first or (kind == "cgroup2" and not controllers):
-                groups.append(f"{place}{path}".rstrip("/"))
+        limited_controllers = set(controllers.split(",")) & {"memory", "pids"}
+        for _, mount, kind, options, *_ in mounts:
+            is_version_1 = kind == "cgroup" and limited_controllers & set(options.split(","))
+            if is_version_1 or (kind == "cgroup2" and not controllers):
+                groups.append(f"{mount}{path}".rstrip("/"))
     return list(dict.fromkeys(groups))
 
 
 def _can_limit(base: str) -> bool:
+    """Whether groups with limits can be made in a folder; removes groups of killed workers."""
     try:
         for name in os.listdir(base):  # of workers that were killed
             _, _, pid = name.partition("jppo-")

@@ -60,13 +60,14 @@ class _Side(Plain):
         self._places: dict[int, int] = {}
 
     def export(self, value: object) -> int:
+        """Numbers an object, so that the other side can name it."""
         if id(value) not in self._places:
             self._places[id(value)] = len(self.objects)
             self.objects.append(value)  # and so its id stays its own
         return self._places[id(value)]
 
     def request(self, op: str, *operands: object) -> Any:
-        """Does an operation on the other side, and returns or raises what it does."""
+        """Asks the other side for an operation, and returns or raises its result."""
         self._send({"op": op, "args": [self.encode(operand) for operand in operands]})
         while "op" in (message := self._receive()):
             self.answer(message)
@@ -77,6 +78,7 @@ class _Side(Plain):
         return self.decode(message.get("value"))
 
     def answer(self, message: dict[str, Any]) -> None:
+        """Does an operation that the other side asks for, and sends its result or error."""
         reply: dict[str, Any] = {}
         try:
             operands = [self.decode(operand) for operand in message["args"]]
@@ -86,13 +88,14 @@ class _Side(Plain):
         except BaseException as e:
             reply["raised"] = self.encode_error(TypeError(str(e)) if isinstance(e, Unsupported) else e)
         if isinstance(sys.stdout, Captured):
-            reply["printed"] = sys.stdout.taken()
+            reply["printed"] = sys.stdout.take_text()
         self._send(reply)
 
     def do(self, op: str, operands: list[Any]) -> Any:
         raise NotImplementedError
 
     def resolve(self, sent: Any) -> Any:
+        """Returns what a reference stands for on this side."""
         tag, *rest = sent
         if tag == "error":
             return self.decode_error(sent)
@@ -101,25 +104,27 @@ class _Side(Plain):
         return self.objects[rest[0]] if tag == "yours" else exception(*rest)
 
     def encode_error(self, error: BaseException, causes: int = 4) -> Any:
+        """Describes an error, with its class, arguments and up to so many causes."""
         if (place := error.__dict__.get("_place")) is not None:
             return ["yours", place]
         try:
-            whole = type(error).__module__ == "builtins"  # one of a file's has its name outside of `args`, too
-            args = [self.encode(v) for v in (error.__reduce__()[1] if whole else error.args)]
-            named = [[str(k), self.encode(v)] for k, v in vars(error).items() if k[:1] != "_"]
+            is_builtin = type(error).__module__ == "builtins"  # one of a file's has its name outside of `args`, too
+            args = [self.encode(v) for v in (error.__reduce__()[1] if is_builtin else error.args)]
+            attributes = [[str(k), self.encode(v)] for k, v in vars(error).items() if k[:1] != "_"]
             text = str(error)
         except (Gone, Unsupported):
             raise
         except BaseException:  # whatever an error of a program does when it is looked at
-            args, named, text = [], [], ""
+            args, attributes, text = [], [], ""
         cause = error.__cause__
         reason = self.encode_error(cause, causes - 1) if isinstance(cause, BaseException) and causes else None
-        return ["error", self.refer(type(error)), args, named, text, reason, self.export(error)]
+        return ["error", self.refer(type(error)), args, attributes, text, reason, self.export(error)]
 
     def decode_error(self, sent: Any) -> Any:
+        """Makes the error that the other side has described."""
         if sent[0] == "yours":
             return self.resolve(sent)
-        _, kind, args, named, text, reason, place = sent
+        _, kind, args, attributes, text, reason, place = sent
         kind = exception(*kind[1:]) if kind[0] == "exception" else self.decode(kind)
         args = [self.decode(argument) for argument in args]
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
@@ -130,7 +135,7 @@ class _Side(Plain):
             error = kind.__new__(kind)
         if kind.__module__ != "builtins":
             error.args = tuple(args)
-        error.__dict__.update({str(k): self.decode(v) for k, v in named}, _text=str(text), _place=int(place))
+        error.__dict__.update({str(k): self.decode(v) for k, v in attributes}, _text=str(text), _place=int(place))
         if reason is not None:
             error.__cause__ = self.decode_error(reason)
         return error
@@ -170,9 +175,11 @@ class ProgramSide(_Side):
                 self.answer(self._receive())
 
     def do(self, op: str, operands: list[Any]) -> Any:
+        """Looks up a name of the program, or does an operation on its objects."""
         return self._look_up(*operands) if op == "name" else _OPERATIONS[op](*operands)
 
     def refer(self, value: Any) -> Any:
+        """Refers to an object of the program, with its plain data if it is of such a class."""
         if id(value) in self._places_of_tests:
             return ["yours", self._places_of_tests[id(value)]]
         if isinstance(value, BaseException):
@@ -193,11 +200,11 @@ class ProgramSide(_Side):
             return ["exception", name]
         plain = plain_base(kind)
         bases = [base for base in fact(kind, "__bases__") if plain or not (base in _NO_BASES or plain_base(base))]
-        own = {n for above in fact(kind, "__mro__")[:-1] if above not in IMMUTABLE for n in fact(above, "__dict__")}
-        special = [n for n in own if n == "keys" or n[:2] == n[-2:] == "__"]
-        outer = str(kind.__module__)
-        outer = outer if shared_class(outer, name) is kind else ""
-        return ["class", self.export(kind), name, [self.encode(base) for base in bases], special, outer]
+        names = {n for base in fact(kind, "__mro__")[:-1] if base not in IMMUTABLE for n in fact(base, "__dict__")}
+        special = [n for n in names if n == "keys" or n[:2] == n[-2:] == "__"]
+        module = str(kind.__module__)
+        module = module if shared_class(module, name) is kind else ""
+        return ["class", self.export(kind), name, [self.encode(base) for base in bases], special, module]
 
     def resolve(self, sent: Any) -> Any:
         tag, *rest = sent
@@ -208,7 +215,7 @@ class ProgramSide(_Side):
         place = rest[0]
         if place not in self._functions:
             ask = functools.partial(self.request, "call", place)
-            self._functions[place] = _function(ask, *rest[1:]) if tag == "function" else _items(ask)
+            self._functions[place] = _make_function(ask, *rest[1:]) if tag == "function" else _make_iterator(ask)
             self._places_of_tests[id(self._functions[place])] = place
         return self._functions[place]
 
@@ -239,23 +246,24 @@ class TestsSide(_Side):
             raise NameError(f"name {name!r} is not defined", name=name) from None
 
     def ask(self, op: str, *operands: object) -> Any:
+        """Has the program do an operation; what tests see of an object must not change between their calls."""
         self.asked += op != "name"
         try:
             if op not in LOOKS:
                 if op not in ("iter", "name", "copy", "deepcopy"):
                     self._looks.clear()
                 return self.request(op, *operands)
-            if self.touched():
+            if self.has_changed():
                 self._looks.clear()
-            handle, *more = operands
-            key = op, number_of(handle), json.dumps([self.encode(value) for value in more])
-            return self._steady(key, self.request(op, *operands))
+            handle, *operands_left = operands
+            look_key = op, number_of(handle), json.dumps([self.encode(value) for value in operands_left])
+            return self._require_steady(look_key, self.request(op, *operands))
         except StopIteration as e:
             if op == "next":
                 raise
             raise Stopped("the program raised StopIteration") from e
 
-    def _steady(self, key: tuple[object, ...], seen: Any) -> Any:
+    def _require_steady(self, key: tuple[object, ...], seen: Any) -> Any:
         """Returns what tests see of an object, which is another value only after a call of theirs."""
         if self._looks.setdefault(key, shape := _shape(seen)) != shape:
             raise Undecided("an object of the program changes without a call")
@@ -274,13 +282,13 @@ class TestsSide(_Side):
 
     def get_open(self, value: Any, name: str) -> Any:
         """Returns an attribute of an object that the tests have made, also a method that judges their values."""
-        theirs = isinstance(value, (Handle, Meta)) and name in _JUDGES and not isinstance(value, IMMUTABLE)
-        return self.get(value, name, made=True) if theirs else getattr(value, name)
+        is_judge = isinstance(value, (Handle, Meta)) and name in _JUDGES and not isinstance(value, IMMUTABLE)
+        return self.get(value, name, made=True) if is_judge else getattr(value, name)
 
     def has(self, item: Any, container: Any) -> Any:
         """Whether an object that the tests have made contains an item."""
-        asked = isinstance(container, Handle) and not isinstance(container, IMMUTABLE)
-        return self.ask("contains", container, item) if asked else item in container
+        is_handle = isinstance(container, Handle) and not isinstance(container, IMMUTABLE)
+        return self.ask("contains", container, item) if is_handle else item in container
 
     def same(self, one: Any, other: Any) -> bool:
         """Whether two values are one object; copies of plain data do not say."""
@@ -291,18 +299,18 @@ class TestsSide(_Side):
     def items(self, handle: Any) -> Any:
         """Iterates over a program's object."""
         itself, iterator = self.ask("iter", handle)
-        return handle if itself is True else self._each(handle, iterator)
+        return handle if itself is True else self._iterate(handle, iterator)
 
-    def _each(self, handle: Any, iterator: Any) -> Iterator[Any]:
+    def _iterate(self, handle: Any, iterator: Any) -> Iterator[Any]:
         for i in itertools.count():
             try:
                 item = self.request("next", iterator)
             except StopIteration:
-                self._steady(("end", number_of(handle)), i)
+                self._require_steady(("end", number_of(handle)), i)
                 if "__len__" in getattr(type(handle), "special", ()) and self.ask("len", handle) != i:
                     raise Undecided("the length of an object is not the number of its items") from None
                 return
-            yield self._steady(("item", number_of(handle), i), item)
+            yield self._require_steady(("item", number_of(handle), i), item)
 
     def item(self, handle: Any, key: Any) -> Any:
         """Returns an item of a program's object, which for a sequence is the one of its iteration."""
@@ -312,18 +320,20 @@ class TestsSide(_Side):
         return self.ask("getitem", handle, key)
 
     def do(self, op: str, operands: list[Any]) -> Any:
+        """Calls a function of the tests for the program: all that it may ask for."""
         if op != "call" or len(operands) != 3 or operands[0] not in range(len(self.objects)):
             raise Gone(f"no such request: {op}")
         place, args, named = operands
         try:
             return self.objects[place](*args, **named)
         except BaseException as e:
-            framework = type(e).__module__.startswith(("_pytest", "unittest"))
-            self.failed |= (isinstance(e, AssertionError) or framework) and "_place" not in vars(e)
+            from_framework = type(e).__module__.startswith(("_pytest", "unittest"))
+            self.failed |= (isinstance(e, AssertionError) or from_framework) and "_place" not in vars(e)
             e.__dict__["_crossed"] = True
             raise
 
     def refer(self, value: Any) -> Any:
+        """Refers to an object of the program or a function of the tests; Unsupported for anything else."""
         if isinstance(value, Handle) or (isinstance(value, Meta) and "number" in vars(value)):
             return ["yours", number_of(value)]
         if isinstance(value, BaseException):
@@ -336,8 +346,8 @@ class TestsSide(_Side):
         if (name := _shared_name(value)) is not None:
             return ["name", *name]
         function = getattr(value, "__func__", value)
-        own = isinstance(function, types.FunctionType) and function.__globals__ is self.names
-        if own or (isinstance(value, types.BuiltinMethodType) and type(value.__self__) in TYPES.values()):
+        is_own_function = isinstance(function, types.FunctionType) and function.__globals__ is self.names
+        if is_own_function or (isinstance(value, types.BuiltinMethodType) and type(value.__self__) in TYPES.values()):
             return ["function", self.export(value), value.__name__, value.__doc__, _parameters(value)]
         raise Unsupported(f"they hand the program a {type(value).__name__}")
 
@@ -362,16 +372,16 @@ class TestsSide(_Side):
         return self._handles[number]
 
 
-def _function(ask: Callable[..., Any], name: str, doc: Any, parameters: str) -> Any:
-    """Makes what the program has of a function of the tests: `parameters` are `_parameters` of it."""
+def _make_function(ask: Callable[..., Any], name: str, doc: Any, parameters: str) -> Any:
+    """Makes the program's stand-in for a function of the tests; `parameters` are `_parameters` of that function."""
     function = eval(f"lambda {parameters}: _ask({parameters})", {"_ask": lambda *args, **named: ask(args, named)})
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
     return function
 
 
-def _items(ask: Callable[..., Any]) -> Iterator[Any]:
-    """Makes what the program has of an iterator of the tests."""
+def _make_iterator(ask: Callable[..., Any]) -> Iterator[Any]:
+    """Makes the program's stand-in for an iterator of the tests; `ask` gets its next value."""
     with contextlib.suppress(StopIteration):
         while True:
             yield ask((), {})
@@ -415,7 +425,7 @@ def _parameters(function: Any) -> str:
 class Captured(io.StringIO):
     """A standard output that keeps its text for the next answer."""
 
-    def taken(self) -> str:
+    def take_text(self) -> str:
         text = self.getvalue()
         self.seek(0)
         self.truncate()

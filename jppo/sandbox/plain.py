@@ -47,8 +47,8 @@ COPIES = (*IMMUTABLE, *_TAGS)
 _VIEWS: dict[str, Any] = {"keys": dict.keys, "values": dict.values, "items": dict.items}
 _TAGS_OF_VIEWS = {type(view({})): tag for tag, view in _VIEWS.items()}
 TYPES = {kind.__name__: kind for kind in (*MUTABLE.values(), *COPIES, bool, type(None))}
-_KNOWN: dict[str, Any] = {**TYPES, "Ellipsis": Ellipsis, "NotImplemented": NotImplemented}
-_NAMES = {id(value): name for name, value in _KNOWN.items()}
+_KNOWN_VALUES: dict[str, Any] = {**TYPES, "Ellipsis": Ellipsis, "NotImplemented": NotImplemented}
+_NAMES = {id(value): name for name, value in _KNOWN_VALUES.items()}
 _ARRAYS = "biufcSUMm"  # kinds of numpy's types
 _NUMBERS = ("b1", "i8", "u8", "f8", "c16")  # narrower numbers round and overflow, so they are references
 _MOST = 512  # containers that are followed from call to call, and items of one
@@ -72,12 +72,14 @@ class Plain:
         self._count = 0
 
     def refer(self, value: Any) -> Any:
+        """Encodes a value that is no plain data as a reference."""
         raise NotImplementedError
 
     def resolve(self, sent: list[Any]) -> Any:
         raise NotImplementedError
 
     def encode(self, value: Any) -> Any:
+        """Returns a value as JSON: itself, or a list with a tag."""
         kind = type(value)
         if kind is float and value != value:
             return ["@", self._number_of(value)]  # Python finds the one NaN in a list by its identity
@@ -93,8 +95,8 @@ class Plain:
             _, send, make = _COPIED[_TAGS[kind]]
             if repr(make(sent := send(value))) == repr(value):  # not if a time zone has a name, and the like
                 return [_TAGS[kind], sent]
-        if kind in _TAGS_OF_VIEWS and type(of := gc.get_referents(value)[0]) in MUTABLE.values():
-            return [_TAGS_OF_VIEWS[kind], self.encode(of)]
+        if kind in _TAGS_OF_VIEWS and type(container := gc.get_referents(value)[0]) in MUTABLE.values():
+            return [_TAGS_OF_VIEWS[kind], self.encode(container)]
         if id(value) in _NAMES:
             return ["known", _NAMES[id(value)]]
         numpy = sys.modules.get("numpy")
@@ -102,18 +104,20 @@ class Plain:
             return ["@", self._number_of(value)]
         scalar = numpy and issubclass(kind, numpy.generic) and getattr(numpy, kind.__name__, None) is kind
         if scalar and (self.parity or value.dtype.kind in "SU" or value.dtype.str[1:] in _NUMBERS):
-            return ["scalar", _array(value)]
+            return ["scalar", _encode_array(value)]
         return self.refer(value)
 
     def decode(self, sent: Any) -> Any:
+        """Makes the value of its JSON; Gone if it is none."""
         if sent is None or isinstance(sent, (bool, int, float, str)):
             return sent
         try:
-            return self._made(sent)
+            return self._decode_tagged(sent)
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, ImportError) as e:
             raise Gone("no value") from e
 
-    def _made(self, sent: Any) -> Any:
+    def _decode_tagged(self, sent: Any) -> Any:
+        """Makes the value of a list with a tag."""
         tag = sent[0]
         if tag == "@":
             return self._shared[sent[1]]
@@ -126,10 +130,11 @@ class Plain:
         if tag in _VIEWS:
             return _VIEWS[tag](self.decode(sent[1]))
         if tag == "known":
-            return _KNOWN[sent[1]]
-        return _made_array(sent[1])[()] if tag == "scalar" else self.resolve(sent)
+            return _KNOWN_VALUES[sent[1]]
+        return _decode_array(sent[1])[()] if tag == "scalar" else self.resolve(sent)
 
     def _number_of(self, value: object) -> int:
+        """Returns the number of a container, which is registered first, and notes its use."""
         if id(value) not in self._numbers:
             self._count += 1
             self._register(2 * self._count + self.parity, value)
@@ -148,78 +153,79 @@ class Plain:
 
     def changes(self) -> tuple[list[Any], list[int]]:
         """Returns the containers that changed, with their contents, and those that this side can no longer meet."""
-        changed, done = [], set[int]()
-        while left := [n for n in self._shared if n not in done]:
-            for number in left:
-                done.add(number)
+        changed, checked = [], set[int]()
+        while pending := [n for n in self._shared if n not in checked]:
+            for number in pending:
+                checked.add(number)
                 value = self._shared[number]
-                if number in self._contents and number not in self._used and _size(value) > _MOST:
+                if number in self._contents and number not in self._used and _item_count(value) > _MOST:
                     continue
-                text = json.dumps(entry := self._entry(value))
+                text = json.dumps(entry := self._describe(value))
                 if self._contents.get(number) != text:
                     self._contents[number] = text
                     changed.append([number, entry])
-        old = [n for n in self._shared if n not in self._used]
+        unused = [n for n in self._shared if n not in self._used]
         value = None
-        gone = [n for n in old[-_MOST:] if sys.getrefcount(self._shared[n]) <= _TABLE and not self._is_view(n)]
-        self.forget(gone := [*old[:-_MOST], *gone])
+        gone = [n for n in unused[-_MOST:] if sys.getrefcount(self._shared[n]) <= _TABLE and not self._is_view(n)]
+        self.forget(gone := [*unused[:-_MOST], *gone])
         self._used.clear()
         return changed, gone
 
-    def touched(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether this side has changed a container since the last message."""
-        followed = ((n, value) for n, value in self._shared.items() if _size(value) <= _MOST)
-        return any(self._contents.get(n) != json.dumps(self._entry(value)) for n, value in followed)
+        followed = ((n, value) for n, value in self._shared.items() if _item_count(value) <= _MOST)
+        return any(self._contents.get(n) != json.dumps(self._describe(value)) for n, value in followed)
 
     def apply(self, changed: list[Any], gone: list[int]) -> None:
         """Takes the other side's changes over."""
         try:
-            for number, (base, body, more) in changed:
+            for number, (type_name, contents, extra) in changed:
                 if number not in self._shared:
-                    self._register(int(number), _empty(base, body, more))
+                    self._register(int(number), _make_empty(type_name, contents, extra))
             for number, entry in changed:
-                self._fill(self._shared[number], *entry)
+                self._set_contents(self._shared[number], *entry)
             for number, _ in changed:
-                self._contents[number] = json.dumps(self._entry(self._shared[number]))
+                self._contents[number] = json.dumps(self._describe(self._shared[number]))
             self.forget(gone)
         except (TypeError, ValueError, LookupError, AttributeError) as e:
             raise Gone("no containers") from e
         self._used.clear()
 
-    def _entry(self, value: Any) -> list[Any]:
+    def _describe(self, value: Any) -> list[Any]:
         """Returns type, contents, and a deque's length or the factory of a defaultdict."""
-        base = type(value).__name__
+        type_name = type(value).__name__
         if _is_array(value):
-            return [base, _array(value), None]
-        if base in ("bytearray", "float"):
-            return [base, value.hex(), None]
+            return [type_name, _encode_array(value), None]
+        if type_name in ("bytearray", "float"):
+            return [type_name, value.hex(), None]
         if isinstance(value, dict):
-            body = [[self.encode(k), self.encode(v)] for k, v in value.items()]
-            return [base, body, self.encode(getattr(value, "default_factory", None))]
-        return [base, [self.encode(item) for item in value], getattr(value, "maxlen", None)]
+            contents = [[self.encode(k), self.encode(v)] for k, v in value.items()]
+            return [type_name, contents, self.encode(getattr(value, "default_factory", None))]
+        return [type_name, [self.encode(item) for item in value], getattr(value, "maxlen", None)]
 
-    def _fill(self, target: Any, base: str, body: Any, more: Any) -> None:
-        if type(target).__name__ != base:
-            raise ValueError(base)
-        if base == "ndarray":
+    def _set_contents(self, target: Any, type_name: str, contents: Any, extra: Any) -> None:
+        """Sets a container's contents to what the other side sent."""
+        if type(target).__name__ != type_name:
+            raise ValueError(type_name)
+        if type_name == "ndarray":
             target.flags.writeable = True
-            target[...] = _made_array(body)
+            target[...] = _decode_array(contents)
             target.flags.writeable = not self.parity
-        elif base == "float":
+        elif type_name == "float":
             pass
-        elif base == "bytearray":
-            target[:] = bytes.fromhex(body)
+        elif type_name == "bytearray":
+            target[:] = bytes.fromhex(contents)
         elif isinstance(target, dict):
-            pairs = [(self.decode(k), self.decode(v)) for k, v in body]
+            pairs = [(self.decode(k), self.decode(v)) for k, v in contents]
             target.clear()
             for key, value in pairs:
                 target[key] = value
-            if base == "defaultdict":
-                target.default_factory = self.decode(more)  # type: ignore[attr-defined]
+            if type_name == "defaultdict":
+                target.default_factory = self.decode(extra)  # type: ignore[attr-defined]
         else:
-            items = [self.decode(item) for item in body]
+            items = [self.decode(item) for item in contents]
             target.clear()
-            (target.update if base == "set" else target.extend)(items)
+            (target.update if type_name == "set" else target.extend)(items)
 
     def _is_view(self, number: int) -> bool:
         return getattr(self._shared[number], "base", None) is not None
@@ -229,21 +235,22 @@ def _is_array(value: object) -> bool:
     return type(value).__name__ == "ndarray"
 
 
-def _empty(base: str, body: Any, more: Any) -> Any:
-    if base in ("ndarray", "float"):
-        return _made_array(body) if base == "ndarray" else float.fromhex(body)
-    return collections.deque(maxlen=more) if base == "deque" else MUTABLE[base]()
+def _make_empty(type_name: str, contents: Any, extra: Any) -> Any:
+    """Makes a new container of a type, which is filled later."""
+    if type_name in ("ndarray", "float"):
+        return _decode_array(contents) if type_name == "ndarray" else float.fromhex(contents)
+    return collections.deque(maxlen=extra) if type_name == "deque" else MUTABLE[type_name]()
 
 
-def _size(value: Any) -> int:
+def _item_count(value: Any) -> int:
     return int(value.size) if _is_array(value) else 1 if type(value) is float else len(value)
 
 
-def _array(value: Any) -> list[Any]:
+def _encode_array(value: Any) -> list[Any]:
     return [value.dtype.str, list(value.shape), value.tobytes().hex()]
 
 
-def _made_array(sent: list[Any]) -> Any:
+def _decode_array(sent: list[Any]) -> Any:
     import numpy  # which few programs have
 
     dtype, shape, contents = numpy.dtype(sent[0]), sent[1], sent[2]

@@ -26,13 +26,13 @@ _RAN, _ASK, _GET, _HAS, _SAME = ".ran", ".ask", ".get", ".has", ".same"  # names
 
 def run_as_main(text: str) -> None:
     """Runs the program's text as a new `__main__`."""
-    names = _fresh("__main__")
+    names = _new_module_names("__main__")
     exec(compile(text, "program.py", "exec"), names)
 
 
 def answer_tests(text: str, side_of: "Callable[[Callable[[str], object]], ProgramSide]", captured: "Captured") -> None:
     """Runs the program's text, and answers what its tests ask until they end."""
-    names = _fresh("program")
+    names = _new_module_names("program")
     sys.modules["__main__"] = sys.modules["program"]  # where dataclasses and pickle look
     sys.stdout = captured
 
@@ -50,15 +50,15 @@ def run_tests(tests: str, side: "TestsSide") -> str:
     from jppo.sandbox.reader import Reading
 
     reading = Reading(tests)
-    names, ran = _fresh("__main__"), list[bool]()
-    names |= {_RAN: lambda: ran.append(True), _ASK: side.name, _GET: side.get_open, _HAS: side.has, _SAME: side.same}
+    names, marks = _new_module_names("__main__"), list[bool]()
+    names |= {_RAN: lambda: marks.append(True), _ASK: side.name, _GET: side.get_open, _HAS: side.has, _SAME: side.same}
     side.names = names
     sys.argv = ["tests.py"]
     _close_libraries(tests)
     if not side.wait():  # the program reads its descriptors while it starts, and may end
         return FAILED
     try:
-        tree = ast.fix_missing_locations(_Marked(reading).visit(reading.tree))
+        tree = ast.fix_missing_locations(_MarkTests(reading).visit(reading.tree))
         exec(compile(tree, "tests.py", "exec"), names)
     except Unsupported as e:
         return f"not plain data: {e}"
@@ -67,7 +67,7 @@ def run_tests(tests: str, side: "TestsSide") -> str:
             return FAILED
     except BaseException:
         return FAILED
-    if ran and not side.failed:
+    if marks and not side.failed:
         return PASSED
     return FAILED if side.asked else IDLE
 
@@ -93,7 +93,7 @@ def _close_libraries(tests: str) -> None:
         unittest.TestResult.addSkip = fail  # type: ignore[assignment]
 
 
-class _Marked(ast.NodeTransformer):
+class _MarkTests(ast.NodeTransformer):
     """Adds a call of _RAN where a test has held: after asserts, and after what raises or asserts where one has not.
 
     The program has the names that the tests do not define (_ASK). What tests do with an object that they have made by
@@ -104,58 +104,59 @@ class _Marked(ast.NodeTransformer):
         self._asked, self._made = reading.asked, reading.made
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        return _called(_ASK, ast.Constant(node.id)) if node.id in self._asked else node
+        return _call_node(_ASK, ast.Constant(node.id)) if node.id in self._asked else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         made = isinstance(node.ctx, ast.Load) and node.value in self._made
         changed = self.generic_visit(node)
-        return _called(_GET, node.value, ast.Constant(node.attr)) if made else changed
+        return _call_node(_GET, node.value, ast.Constant(node.attr)) if made else changed
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         op, right = node.ops[0], node.comparators[0]
-        known = isinstance(node.left, ast.Constant) or isinstance(right, ast.Constant)
-        has = isinstance(op, ast.In | ast.NotIn) and right in self._made
-        same = isinstance(op, ast.Is | ast.IsNot) and not known
+        has_constant = isinstance(node.left, ast.Constant) or isinstance(right, ast.Constant)
+        is_membership = isinstance(op, ast.In | ast.NotIn) and right in self._made
+        is_identity = isinstance(op, ast.Is | ast.IsNot) and not has_constant
         changed = self.generic_visit(node)
-        if len(node.ops) > 1 or not (has or same):
+        if len(node.ops) > 1 or not (is_membership or is_identity):
             return changed
-        holds = _called(_HAS if has else _SAME, node.left, node.comparators[0])
-        return ast.UnaryOp(ast.Not(), holds) if isinstance(op, ast.NotIn | ast.IsNot) else holds
+        replacement = _call_node(_HAS if is_membership else _SAME, node.left, node.comparators[0])
+        return ast.UnaryOp(ast.Not(), replacement) if isinstance(op, ast.NotIn | ast.IsNot) else replacement
 
-    def _after(self, node: ast.stmt) -> ast.AST | tuple[ast.AST, ast.Expr]:
-        held = ast.Expr(_called(_RAN)) if _tests(node) else None
+    def _mark_after(self, node: ast.stmt) -> ast.AST | tuple[ast.AST, ast.Expr]:
+        """Adds a mark after a statement in which a test has held."""
+        mark = ast.Expr(_call_node(_RAN)) if _has_tested(node) else None
         changed = self.generic_visit(node)
-        if held and isinstance(node, ast.Try):
+        if mark and isinstance(node, ast.Try):
             for handler in node.handlers:  # it may return
-                handler.body.insert(0, held)
-        return (changed, held) if held else changed
+                handler.body.insert(0, mark)
+        return (changed, mark) if mark else changed
 
-    visit_Assert = visit_Expr = visit_With = visit_If = visit_Try = _after
+    visit_Assert = visit_Expr = visit_With = visit_If = visit_Try = _mark_after
 
 
-def _tests(node: ast.stmt) -> bool:
+def _has_tested(node: ast.stmt) -> bool:
     """Whether a test has held where a statement has ended: its asserts, or what raises where one has not."""
-    within = list(ast.walk(node))
+    nodes = list(ast.walk(node))
     match node:
         case ast.Assert():
             return True
         case ast.Try():
-            return any(isinstance(inner, ast.Assert | ast.Raise) for inner in within)
+            return any(isinstance(inner, ast.Assert | ast.Raise) for inner in nodes)
         case ast.If():
-            never = [
-                n for n in within if isinstance(n, ast.Assert) and isinstance(n.test, ast.Constant) and not n.test.value
+            never_true = [
+                n for n in nodes if isinstance(n, ast.Assert) and isinstance(n.test, ast.Constant) and not n.test.value
             ]
-            return bool(never) or any(isinstance(inner, ast.Raise) for inner in within)
-    calls = [call.func for call in within if isinstance(call, ast.Call)]
-    named = [getattr(function, "attr", getattr(function, "id", "")) for function in calls]
-    return any(name.startswith("assert") or name in ("raises", "fail") for name in named)
+            return bool(never_true) or any(isinstance(inner, ast.Raise) for inner in nodes)
+    calls = [call.func for call in nodes if isinstance(call, ast.Call)]
+    names = [getattr(function, "attr", getattr(function, "id", "")) for function in calls]
+    return any(name.startswith("assert") or name in ("raises", "fail") for name in names)
 
 
-def _called(name: str, *args: ast.expr) -> ast.Call:
+def _call_node(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), list(args), [])
 
 
-def _fresh(name: str) -> dict[str, object]:
+def _new_module_names(name: str) -> dict[str, object]:
     """Makes a module and returns its names."""
     for word in ("exit", "quit"):  # as the module site has them
         if not hasattr(builtins, word):
@@ -168,6 +169,6 @@ def _fresh(name: str) -> dict[str, object]:
 
 def write_all(fd: int, line: str) -> None:
     """Writes a line to a file descriptor."""
-    left = (line + "\n").encode()
-    while left:
-        left = left[os.write(fd, left) :]
+    remaining = (line + "\n").encode()
+    while remaining:
+        remaining = remaining[os.write(fd, remaining) :]

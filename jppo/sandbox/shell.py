@@ -19,13 +19,13 @@ _RUN_S = 12.0
 HIDDEN = "hidden-from-the-script"  # in place of secrets of the environment
 _MEMORY = 2**30
 _FILE_BYTES, _ALL_BYTES, _FILES = 2**17, 2**25, 3000  # limits of the copied files: of one, of all, their number
-_REAL = (
+_REAL_TOOLS = (
     "awk base64 basename bash bc cat cmp column comm cut date diff dirname echo egrep env expr false fgrep find fold"
     " getopt grep head join jq ls md5sum mktemp nl nohup nproc paste printf pwd readlink realpath rev sed seq sha256sum"
     " shuf sort stat tac tail tee test timeout tr true uname uniq wc xargs ["
 )
-_LENIENT = "cp ln mkdir mv rm touch"  # real, and succeed
-_NAMED = (
+_LENIENT_TOOLS = "cp ln mkdir mv rm touch"  # real, and succeed
+_STAND_INS = (
     "accelerate apt-get conda curl deepspeed git hf huggingface-cli ifconfig ip kill lsof nc ninja npu-smi nsys numactl"
     " nvcc nvidia-smi pgrep pip pip3 pkill ps python python3 ray rocm-smi sbatch scontrol sleep source srun ssh sudo"
     " setsid taskset torchrun uv wandb wget which"
@@ -95,7 +95,7 @@ ulimit() { :; }
 _PROGRAM = re.compile(r"[\w.~/-]*/(?:python[\d.]*|torchrun|ray|accelerate|uv)(?![\w./-])")
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie|private|webhook|dsn|_pat$|_pw$", re.I)
 _SECRET_VALUE = re.compile(r"^(sk-|hf_|gh[pousr]_|glpat-|xox|AKIA|eyJ)|-----BEGIN|://[^/@\s]+@")
-_OWN = {"PATH", "HOME", "PWD", "OLDPWD", "SHLVL", "BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "IFS", "PS4", "TMPDIR"}
+_RESET = {"PATH", "HOME", "PWD", "OLDPWD", "SHLVL", "BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "IFS", "PS4", "TMPDIR"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,38 +114,38 @@ def run_script(path: str, arguments: Sequence[str], environment: Mapping[str, st
     """Runs a script as bash would in the working directory; raises NoSandbox where it cannot be confined."""
     guards = choice.probe()
     bash = shutil.which("bash", path=os.defpath)
-    if lacking := choice.lacks(guards) or ("" if bash else "there is no bash"):
-        raise launcher.NoSandbox(lacking)
+    if fault := choice.lacks(guards) or ("" if bash else "there is no bash"):
+        raise launcher.NoSandbox(fault)
     assert bash is not None
-    file, here = pathlib.Path(path).resolve(), pathlib.Path.cwd()
+    file, working_dir = pathlib.Path(path).resolve(), pathlib.Path.cwd()
     root = _root_of(file)
     text = file.read_text(encoding="utf-8", errors="replace")
-    files, links, read = _box(file, root, text, bash)
-    inside = here.is_relative_to(root)
-    given = _environment(environment, text) | {
+    files, links, read = _sandbox_files(file, root, text, bash)
+    in_checkout = working_dir.is_relative_to(root)
+    variables = _script_variables(environment, text) | {
         "HOME": f"{FOLDER}/home",
-        "PWD": f"{FOLDER}/tree/{here.relative_to(root)}".removesuffix("/.") if inside else f"{FOLDER}/cwd",
+        "PWD": f"{FOLDER}/tree/{working_dir.relative_to(root)}".removesuffix("/.") if in_checkout else f"{FOLDER}/cwd",
         "PATH": f"{FOLDER}/bin",
         "BASH_ENV": f"{FOLDER}/prelude",
         "TMPDIR": FOLDER,
     }
-    ran = launcher.run_command(
+    result = launcher.run_command(
         [bash, f"{FOLDER}/tree/{file.relative_to(root)}", *arguments],
         files=files,
         links=links,
-        environment=given,
+        environment=variables,
         read=read,
         guards=guards,
         time_s=_RUN_S,
         memory_bytes=_MEMORY,
         stdin="\n",
     )
-    box, *lines = ran.replies or ("",)
+    box, *lines = result.replies or ("",)
     home = environment.get("HOME", str(pathlib.Path.home()))
-    places = {f"{box}/tree": str(root), f"{box}/home": home, f"{box}/cwd": str(here)}
-    calls = tuple(tuple(_outside(word, places) for word in call) for call in _calls(lines))
-    printed = _outside(f"{ran.printed}\n{ran.errors}", places)
-    return ScriptRun(calls, ran.status, ran.why, printed, ran.input_bytes > 0, str(root))
+    host_paths = {f"{box}/tree": str(root), f"{box}/home": home, f"{box}/cwd": str(working_dir)}
+    calls = tuple(tuple(_with_host_paths(word, host_paths) for word in call) for call in _parse_calls(lines))
+    printed = _with_host_paths(f"{result.printed}\n{result.errors}", host_paths)
+    return ScriptRun(calls, result.status, result.why, printed, result.input_bytes > 0, str(root))
 
 
 def _root_of(file: pathlib.Path) -> pathlib.Path:
@@ -159,7 +159,7 @@ def _root_of(file: pathlib.Path) -> pathlib.Path:
     return file.parent
 
 
-def _box(
+def _sandbox_files(
     file: pathlib.Path, root: pathlib.Path, text: str, bash: str
 ) -> tuple[dict[str, bytes], dict[str, str], list[str]]:
     """Returns the files and links of the script's world, and the programs that it may read."""
@@ -179,30 +179,30 @@ def _box(
         "stubs/verl/utils/device.py": _DEVICE.encode(),
         **{f"tree/{file.relative_to(root)}": text.encode()},
     }
-    links = {f"bin/{name}": "stand-in" for name in _NAMED.split()}
+    links = {f"bin/{name}": "stand-in" for name in _STAND_INS.split()}
     read = [python, bash, "/bin/bash", "/usr/bin/bash", "/bin/sh", "/usr/bin/sh", "/usr/bin/env"]
     read += [path for path in ("/bin",) if os.path.islink(path)]
-    for name in (*_REAL.split(), *_LENIENT.split()):
+    for name in (*_REAL_TOOLS.split(), *_LENIENT_TOOLS.split()):
         if tool := shutil.which(name, path=os.defpath):
-            links[f"{'real' if name in _LENIENT.split() else 'bin'}/{name}"] = os.path.realpath(tool)
+            links[f"{'real' if name in _LENIENT_TOOLS.split() else 'bin'}/{name}"] = os.path.realpath(tool)
             read.append(os.path.realpath(tool))
-    for name in _LENIENT.split():
+    for name in _LENIENT_TOOLS.split():
         files[f"bin/{name}"] = f'#!/bin/bash -p\n{FOLDER}/real/{name} "$@" 2>/dev/null\nexit 0\n'.encode()
-    for name, path in _copied(file, root):
+    for name, path in _files_to_copy(file, root):
         files.setdefault(f"tree/{name}", path.read_bytes() if path.is_file() else b"")
     return files, links, read
 
 
-def _copied(file: pathlib.Path, root: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
+def _files_to_copy(file: pathlib.Path, root: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
     """Yields the small files and the folders around a script, its own folder's first; nothing of a home folder."""
     if pathlib.Path.home().is_relative_to(root):
         return
     size = count = seen = 0
     for start in dict.fromkeys((file.parent, root)):
-        for where, folders, names in os.walk(start):
+        for folder_path, folders, names in os.walk(start):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in (*folders, *sorted(names)):
-                path = pathlib.Path(where, name)
+                path = pathlib.Path(folder_path, name)
                 if (seen := seen + 1) > 10 * _FILES:
                     return
                 if name.startswith(".") or path.is_symlink() or not (path.is_dir() or path.is_file()):
@@ -216,30 +216,30 @@ def _copied(file: pathlib.Path, root: pathlib.Path) -> Iterator[tuple[str, pathl
                 yield str(path.relative_to(root)) + ("/" if path.is_dir() else ""), path
 
 
-def _environment(environment: Mapping[str, str], text: str) -> dict[str, str]:
+def _script_variables(environment: Mapping[str, str], text: str) -> dict[str, str]:
     """Returns the variables that the script names, without secrets."""
-    named = set(re.findall(r"\w+", text))
-    given = {}
+    words = set(re.findall(r"\w+", text))
+    variables = {}
     for name, value in environment.items():
-        if (name in named or name in ("USER", "LANG")) and name not in _OWN and not name.startswith(("LD_", "BASH_")):
-            given[name] = HIDDEN if value and (_SECRET.search(name) or _SECRET_VALUE.search(value)) else value
-    return given
+        if (name in words or name in ("USER", "LANG")) and name not in _RESET and not name.startswith(("LD_", "BASH_")):
+            variables[name] = HIDDEN if value and (_SECRET.search(name) or _SECRET_VALUE.search(value)) else value
+    return variables
 
 
-def _outside(text: str, places: Mapping[str, str]) -> str:
+def _with_host_paths(text: str, host_paths: Mapping[str, str]) -> str:
     """Returns a text with the paths of the host in place of the sandbox's."""
-    for inside, outside in places.items():
+    for inside, outside in host_paths.items():
         text = re.sub(re.escape(inside) + r"(?![\w.-])", outside.replace("\\", r"\\"), text)
     return text
 
 
-def _calls(lines: Sequence[str]) -> Iterator[list[str]]:
+def _parse_calls(lines: Sequence[str]) -> Iterator[list[str]]:
     """Yields the recorded commands."""
-    begun: dict[str, list[str]] = {}
+    unfinished: dict[str, list[str]] = {}
     for line in lines:
         process, blank, word = line.partition(" ")
         if blank:
             word = re.sub(r"\\(.)", lambda m: "\n" if m[1] == "n" else m[1], word, flags=re.S)
-            begun.setdefault(process, []).append(word)
-        elif len(call := begun.pop(process, [])) > 1:
+            unfinished.setdefault(process, []).append(word)
+        elif len(call := unfinished.pop(process, [])) > 1:
             yield call

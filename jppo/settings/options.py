@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from absl import flags
 
 from jppo.errors import UserError, faults_of, raise_faults
-from jppo.registry import did_you_mean, said
+from jppo.registry import did_you_mean, explain
 
 PREFIX = "algorithm.options."
 EXTENSION = "algorithm.extension"
@@ -76,7 +76,7 @@ def read_signature(function: Callable[..., object], setting: str) -> dict[str, O
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
     except Exception as e:  # an annotation of a user's function may raise anything
-        raise UserError(f"{setting}: its signature cannot be read ({said(e)}); correct it") from e
+        raise UserError(f"{setting}: its signature cannot be read ({explain(e)}); correct it") from e
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {parameter.name: _read_option(parameter, setting) for parameter in parameters if parameter.kind in by_name}
 

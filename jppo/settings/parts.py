@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 from jppo.errors import UserError
-from jppo.registry import Registry, at_line, resolve, said
+from jppo.registry import Registry, at_line, explain, resolve
 from jppo.settings.options import EXTENSION, Option, Options, read_signature, refuse_all, resolve_options
 from jppo.settings.texts import check_factors
 
@@ -34,7 +34,7 @@ def _make_engine_part(where: str) -> Part:
     return start_engine
 
 
-_SERVED = _make_engine_part("jppo.rollout.make:start_engine")
+_SERVED = _make_engine_part("jppo.rollout.servers.make:start_engine")
 ENGINES = Registry[Part](
     "engines",
     {"vllm": _SERVED, "sglang": _SERVED, "inprocess": _make_engine_part("jppo.rollout.make:start_inprocess")},
@@ -240,4 +240,6 @@ def run_on_shapes(made: object, reads: str, setting: str) -> None:
     try:
         getattr(made, reads)
     except Exception as e:  # a user's function may raise anything
-        raise UserError(f"{setting}: a function of it, traced by JAX, raises {said(e)}; correct it{at_line(e)}") from e
+        raise UserError(
+            f"{setting}: a function of it, traced by JAX, raises {explain(e)}; correct it{at_line(e)}"
+        ) from e

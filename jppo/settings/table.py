@@ -98,6 +98,11 @@ class Settings(Loop, Training):
         return self.data.train_batch_size * self.rollout.n
 
     @property
+    def memory_chooses(self) -> bool:
+        """Whether a setting is left to what fits the memory."""
+        return self.model.remat == "auto" or self.actor.max_tokens_per_device == -1
+
+    @property
     def users_algorithm(self) -> tuple[str, Options]:
         """Returns the name of a user's algorithm, or '', and its options."""
         return self.algorithm.extension, self.algorithm.options

@@ -1,6 +1,6 @@
 """verl's settings of data, algorithm, actor and critic, their optimizers, training engines and profilers."""
 
-from jppo.verl.name import Name, missing, needless, same, within
+from jppo.verl.name import KeyRow, missing, needless, same, within
 
 _PACKED = "packing does it: no row is padded to the longest, and rows are cut by tokens"
 _OTHERS = "it is of another engine of verl; jppo has one"
@@ -196,7 +196,7 @@ CRITIC = (
 )  # fmt: skip
 
 
-def _optimizer(optim: str, section: str, lr: float) -> tuple[Name, ...]:
+def _optimizer(optim: str, section: str, lr: float) -> tuple[KeyRow, ...]:
     """Returns the rows of the actor's or critic's optimizer."""
     override, of_rate = f"{optim}.override_optimizer_config", f"of_{section}_lr"
     return (
@@ -238,8 +238,8 @@ def _optimizer(optim: str, section: str, lr: float) -> tuple[Name, ...]:
     )  # fmt: skip
 
 
-def _mesh_and_dtypes(model: str, fsdp: str, megatron: str) -> tuple[Name, ...]:
-    """Returns the rows of the actor's engine that hold for all models."""
+def _mesh_and_dtypes(model: str, fsdp: str, megatron: str) -> tuple[KeyRow, ...]:
+    """Returns the rows of the engine's mesh and dtypes, which hold for all models."""
     transformer = f"{megatron}.override_transformer_config"
     return (
       same(f"{fsdp}.fsdp_size", "mesh.fsdp", -1, "fsdp"),
@@ -265,7 +265,7 @@ _COMPILED = "wrap_policy.* reshard_after_forward forward_prefetch use_orig_param
 _COMPILED += " use_no_sync_for_gradient_accumulation"
 
 
-def _engine(model: str, section: str) -> tuple[Name, ...]:
+def _engine(model: str, section: str) -> tuple[KeyRow, ...]:
     """Returns the rows of the engines of the actor, the critic or the reference."""
     fsdp, megatron = "critic.fsdp" if section == "critic" else f"{model}.fsdp_config", f"{model}.megatron"
     transformer = f"{megatron}.override_transformer_config"
@@ -276,7 +276,7 @@ def _engine(model: str, section: str) -> tuple[Name, ...]:
           *needless("all models share the actor's mesh", f"{fsdp}.fsdp_size {megatron}.*_parallel_size"),
           *needless("all models have the dtypes of model.*", within(fsdp, "model_dtype dtype")),
         )  # fmt: skip
-    offloads: tuple[Name, ...] = (
+    offloads: tuple[KeyRow, ...] = (
       same(f"{fsdp}.param_offload", f"{section}.param_offload", False),
       same(f"{fsdp}.optimizer_offload", f"{section}.optimizer_offload", False),
     )  # fmt: skip

@@ -22,8 +22,8 @@ PLACES = {  # the first words of keys in this package, in short
 
 
 @dataclasses.dataclass(frozen=True)
-class Name:
-    """A verl key, or a pattern of keys."""
+class KeyRow:
+    """A row of the table of verl's settings: a key, or a pattern of keys."""
 
     key: str
     kind: str  # same: a jppo setting; needless: no meaning in jppo; missing: not supported
@@ -37,97 +37,99 @@ class Name:
 
 def key_of(short: str) -> str:
     """Returns a key with its first word spelt out, as A.shuffle is actor_rollout_ref.actor.shuffle."""
-    place, dot, rest = short.partition(".")
-    return f"{PLACES.get(place, place)}{dot}{rest}"
+    word, dot, ending = short.partition(".")
+    return f"{PLACES.get(word, word)}{dot}{ending}"
 
 
-def same(key: str, setting: str, default: Any = None, convert: str = "as_is", why: str = "", only: str = "") -> Name:
+def same(key: str, setting: str, default: Any = None, convert: str = "as_is", why: str = "", only: str = "") -> KeyRow:
+    """Makes the row of a verl key whose counterpart in jppo is `setting`; `default` may be '=KEY', with a short key."""
     if isinstance(default, str) and default.startswith("="):
         default = f"={key_of(default[1:])}"
-    return Name(key_of(key), "same", setting, convert, default, why, only=key_of(only))
+    return KeyRow(key_of(key), "same", setting, convert, default, why, only=key_of(only))
 
 
-def needless(why: str, keys: str) -> tuple[Name, ...]:
-    return tuple(Name(key, "needless", why=why) for key in _keys(keys))
+def needless(why: str, keys: str) -> tuple[KeyRow, ...]:
+    """Makes rows of keys without a meaning in jppo."""
+    return tuple(KeyRow(key, "needless", why=why) for key in _keys(keys))
 
 
-def missing(why: str, keys: str, off: tuple[object, ...] = (), only: str = "") -> tuple[Name, ...]:
-    return tuple(Name(key, "missing", why=why, off=(False, None, *off), only=key_of(only)) for key in _keys(keys))
+def missing(why: str, keys: str, off: tuple[object, ...] = (), only: str = "") -> tuple[KeyRow, ...]:
+    """Makes rows of keys whose feature jppo lacks; a value in `off` does not ask for it."""
+    return tuple(KeyRow(key, "missing", why=why, off=(False, None, *off), only=key_of(only)) for key in _keys(keys))
 
 
 def _keys(words: str) -> list[str]:
-    """Splits short keys at blanks; BOTH is the policy's model and the critic's."""
+    """Spells out the short keys of a text, which blanks separate; BOTH.x is the policy's model and the critic's."""
     keys = []
     for word in words.split():
-        place, _, rest = word.partition(".")
-        keys += [f"{PLACES['M']}.{rest}", f"critic.model.{rest}"] if place == "BOTH" else [key_of(word)]
+        section, _, ending = word.partition(".")
+        keys += [f"{PLACES['M']}.{ending}", f"critic.model.{ending}"] if section == "BOTH" else [key_of(word)]
     return keys
 
 
-def within(place: str, names: str) -> str:
-    """Returns the keys of a place by their names."""
-    return " ".join(f"{place}.{name}" for name in names.split())
+def within(prefix: str, names: str) -> str:
+    return " ".join(f"{prefix}.{name}" for name in names.split())
 
 
 MICRO = ("A.ppo_micro_batch_size_per_gpu", "A.ppo_micro_batch_size")
 
-Look = Callable[[str], Any]  # by a key, also in short
+GetKey = Callable[[str], Any]  # by a key, also in short
 
 
-class Moot(Exception):
-    """A value without meaning given the others; the message says why."""
+class Needless(Exception):
+    """Raised for a value without a meaning, given the others; the message says why."""
 
 
-class Unfit(Exception):
-    """A feature that jppo lacks; the message names the nearest one."""
+class Unsupported(Exception):
+    """Raised for a feature that jppo lacks; the message names the nearest one."""
 
 
-def longest(look: Look) -> int:
+def longest_sequence(get: GetKey) -> int:
     """Returns the maximum tokens of prompt plus response."""
-    total: int = look("data.max_prompt_length") + look("data.max_response_length")
+    total: int = get("data.max_prompt_length") + get("data.max_response_length")
     return total
 
 
-def on_each(look: Look, sequences: int) -> int:
-    """Returns each device's tokens of `sequences` of the longest, divided by sequence parallelism."""
-    return -(-sequences * longest(look) // (look("A.ulysses_sequence_parallel_size") or 1))
+def device_tokens(get: GetKey, sequences: int) -> int:
+    """Returns the tokens of `sequences` of maximum length on each device, after sequence parallelism."""
+    return -(-sequences * longest_sequence(get) // (get("A.ulysses_sequence_parallel_size") or 1))
 
 
-def read_with(condition: str, look: Look) -> bool:
-    """Whether the condition of `Name.only` holds."""
+def read_with(condition: str, get: GetKey) -> bool:
+    """Whether the condition of `KeyRow.only` holds."""
     key, unequal, value = condition.partition("!=")
     if unequal:
-        return str(look(key)) != value
+        return str(get(key)) != value
     key, equal, value = condition.partition("=")
-    return str(look(key)) == value if equal else bool(look(key))
+    return str(get(key)) == value if equal else bool(get(key))
 
 
-def reward_model(look: Look) -> bool:
+def reward_model(get: GetKey) -> bool:
     """Whether a reward model alone gives the score."""
-    return bool(look("RM.enable") and not look("FUNCTION.path"))
+    return bool(get("RM.enable") and not get("FUNCTION.path"))
 
 
-def off_or(value: Any, usual: Any) -> Any:
-    return usual if value is None else value
+def value_or(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 def required(value: T | None, truth: object = True, why: str = "") -> T:
-    """Returns the value if the condition holds and it is set; else raises Moot."""
+    """Returns the value if the condition holds and it is set; else raises Needless."""
     if not truth:
-        raise Moot(why)
+        raise Needless(why)
     if value is None:
-        raise Moot("null asks for nothing")
+        raise Needless("null asks for nothing")
     return value
 
 
-def commas(value: Any) -> str:
+def join_commas(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(required(value))
 
 
-def adapts(look: Look) -> bool:
+def has_adapters(get: GetKey) -> bool:
     """Whether the policy has adapters."""
-    return bool(lora_rank(look) or look("M.lora_adapter_path"))
+    return bool(lora_rank(get) or get("M.lora_adapter_path"))
 
 
-def lora_rank(look: Look) -> int:
-    return look("M.lora_rank") or look("M.lora.rank") or 0
+def lora_rank(get: GetKey) -> int:
+    return get("M.lora_rank") or get("M.lora.rank") or 0

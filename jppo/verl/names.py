@@ -13,10 +13,10 @@ from jppo.verl import derived
 from jppo.verl.derived import DISTILLED, distilled
 from jppo.verl.keys_learning import ACTOR, ALGORITHM, CRITIC, DATA, TRAINING, TUNING
 from jppo.verl.keys_running import MODEL, REF, REWARD, ROLLOUT, TRAINER
-from jppo.verl.name import MICRO, Look, Name, key_of, longest, off_or, on_each, reward_model
-from jppo.verl.values import engine_options, of_adapter
+from jppo.verl.name import MICRO, GetKey, KeyRow, device_tokens, key_of, longest_sequence, reward_model, value_or
+from jppo.verl.values import adapter_field, engine_options
 
-KEYS: tuple[Name, ...] = (
+KEYS: tuple[KeyRow, ...] = (
     *DATA,
     *MODEL,
     *ACTOR,
@@ -92,56 +92,55 @@ _OTHER_NAMES = {
 }
 
 
-def _older() -> dict[str, str]:
-    """Returns the key of today by the other name, the longest first."""
+def _current_by_older() -> dict[str, str]:
+    """Returns the current key by each older or second name, the longest name first."""
     keys = {}
     for new, names in _OTHER_NAMES.items():
         for name, engine, section in itertools.product(names.split(), ("veomni", "torchtitan"), ("A", "critic")):
-            old, now = (text.replace("ENGINE", engine).replace("SECTION", section) for text in (name, new))
-            keys[key_of(old)] = key_of(now)
+            old, current = (text.replace("ENGINE", engine).replace("SECTION", section) for text in (name, new))
+            keys[key_of(old)] = key_of(current)
     return dict(sorted(keys.items(), key=lambda pair: -len(pair[0])))
 
 
-OLDER = _older()
+OLDER = _current_by_older()
 
 
-def today(key: str) -> str:
-    """Returns the key as verl 0.9.1 spells it."""
+def current_key(key: str) -> str:
+    """Returns the key in the spelling of verl 0.9.1."""
     for old, new in OLDER.items():
         if key == old or (old.endswith((".", "_")) and key.startswith(old)):
-            named = new + key[len(old) :]
-            return named if named == key else today(named)
+            renamed = new + key[len(old) :]
+            return renamed if renamed == key else current_key(renamed)
     return key
 
 
-def find_name(key: str) -> Name | None:
+def find_row(key: str) -> KeyRow | None:
     """Returns the row of a verl 0.9.1 key."""
     return next((name for name in KEYS if fnmatch.fnmatchcase(key, name.key)), None)
 
 
-def _room(look: Look) -> int | None:
-    """Returns a default that holds the longest sequence if no micro-batch size is set, where verl refuses to run."""
-    sized = look("A.use_dynamic_bsz") or any(look(key) for key in MICRO)
-    return None if sized else max(16384, on_each(look, 1))
+def _default_micro_tokens(get: GetKey) -> int | None:
+    is_set = get("A.use_dynamic_bsz") or any(get(key) for key in MICRO)
+    return None if is_set else max(16384, device_tokens(get, 1))
 
 
-def _weights(look: Look) -> str | None:
-    factor = off_or(look("OVERLONG.penalty_factor"), 1.0)
-    own = {"rm_score": 1.0} if reward_model(look) else {}
-    if look("FUNCTION.path"):
-        own = {"function_score": 1.0}
-    if look("OVERLONG.enable") and look("OVERLONG.len"):
-        own = {**(own or {"rule_score": 1.0}), "length_score": float(factor)}
-    return ",".join(f"{part}={weight:g}" for part, weight in own.items()) or None
+def _reward_weights(get: GetKey) -> str | None:
+    """Returns `reward.weights`: verl's reward model scores alone, and the overlong penalty has its factor."""
+    factor = value_or(get("OVERLONG.penalty_factor"), 1.0)
+    weights = {"rm_score": 1.0} if reward_model(get) else {}
+    if get("FUNCTION.path"):
+        weights = {"function_score": 1.0}
+    if get("OVERLONG.enable") and get("OVERLONG.len"):
+        weights = {**(weights or {"rule_score": 1.0}), "length_score": float(factor)}
+    return ",".join(f"{part}={weight:g}" for part, weight in weights.items()) or None
 
 
-def _all_read(look: Look) -> int | None:
-    return longest(look) if reward_model(look) and not look("RM.max_length") else None
+def _scored_length(get: GetKey) -> int | None:
+    return longest_sequence(get) if reward_model(get) and not get("RM.max_length") else None
 
 
-def _offloaded(place: str, name: str) -> Callable[[Look], Any]:
-    """Makes the offload of FSDP2's policy."""
-    return lambda look: True if look(f"{place}.offload_policy") and look(f"{place}.{name}") is not True else None
+def _by_policy(section: str, name: str) -> Callable[[GetKey], Any]:
+    return lambda get: True if get(f"{section}.offload_policy") and get(f"{section}.{name}") is not True else None
 
 
 _MESH = (
@@ -153,25 +152,25 @@ _ASYNC = "rollout.nnodes async_training.trigger_parameter_sync_step trainer.v1.t
 
 # Settings that follow from several keys, and why; None: jppo's own default. The keys are those that decide, for an
 # override on top of a jppo config.
-FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
-    "actor.max_tokens_per_device": (_room, "", "nothing is said of micro-batches"),
+FOLLOWING: dict[str, tuple[Callable[[GetKey], Any], str, str]] = {
+    "actor.max_tokens_per_device": (_default_micro_tokens, "", "nothing is said of micro-batches"),
     "mesh.data": (derived.mesh_data, _MESH, "the devices that are left, where not all share the parameters"),
     "mesh.fsdp": (derived.fsdp, _MESH, "of fsdp_size, the devices beside those of one sequence and of experts; -1 where"
       " fsdp_size is all devices. Megatron's pipeline stages and data parallel devices share the parameters. A power of"
       " two, for a model's width must be a multiple"),
     "mesh.expert": (derived.expert, _MESH, "of expert_model_parallel_size, the devices beside sequence and tensor,"
       " which shard the experts, too"),
-    "trainer.nnodes": (lambda look: derived.hosts(look)[0], _HOSTS, "hosts of eight devices or n_gpus_per_node, of"
+    "trainer.nnodes": (lambda get: derived.hosts(get)[0], _HOSTS, "hosts of eight devices or n_gpus_per_node, of"
       " those that train and those that sample"),
     "rollout.tensor_model_parallel_size": (derived.server_devices, _HOSTS, "at most the devices of a host"),
     "rollout.servers": (derived.servers, _HOSTS,
       "a host's devices that sample over rollout.tensor_model_parallel_size"),
     "rollout.devices": (derived.sampling_devices, _HOSTS, "the last devices of a host, where others train"),
-    "rollout.mode": (lambda look: "async" if derived.asynchronous(look) else "sync", _ASYNC,
+    "rollout.mode": (lambda get: "async" if derived.asynchronous(get) else "sync", _ASYNC,
       "the one-step-off and fully asynchronous trainers, and trainer.v1.trainer_mode"),
     "rollout.max_staleness": (derived.max_staleness, _ASYNC, "staleness_threshold, rounded up; else 1"),
     "rollout.on_update": (derived.on_update, _ASYNC, "abort is verl's partial rollout"),
-    "rollout.sleep_level": (lambda look: 0 if derived.asynchronous(look) else None, _ASYNC,
+    "rollout.sleep_level": (lambda get: 0 if derived.asynchronous(get) else None, _ASYNC,
       "servers are awake while the trainer learns"),
     "data.train_batch_size": (derived.batch, f"data.train_batch_size {_ASYNC}",
       "the prompts between two publishes: times the parameter sync step"),
@@ -180,26 +179,26 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
     "ref.param_offload": (derived.reference_offload, "A.fsdp_config.param_offload REF.fsdp_config.param_offload",
       "the actor's, where Megatron and VeOmni have none of the reference's own"),
     **{
-        f"{section}.{name}": (_offloaded(place, name), f"{place}.offload_policy", "FSDP2's policy is both offloads")
+        f"{section}.{name}": (_by_policy(place, name), f"{place}.offload_policy", "FSDP2's policy is both offloads")
         for section, place in (("actor", "A.fsdp_config"), ("critic", "critic.fsdp"))
         for name in ("param_offload", "optimizer_offload")
     },
     "rollout.engine_args": (engine_options, "R.engine_kwargs.vllm R.engine_kwargs.sglang R.expert_parallel_size",
       "KEY=VALUE is --key VALUE; expert_parallel_size is --enable-expert-parallel"),
     **{
-        f"model.{setting}": (of_adapter(field), "M.lora_adapter_path", "of the adapters that the policy starts from")
+        f"model.{setting}": (adapter_field(field), "M.lora_adapter_path", "of the adapters that the policy starts from")
         for setting, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha"))
     },
     **{name: (distilled(name), "distillation.enabled", "distillation from verl's teacher") for name in DISTILLED},
-    "reward.weights": (_weights, "RM.enable FUNCTION.path OVERLONG.enable",
+    "reward.weights": (_reward_weights, "RM.enable FUNCTION.path OVERLONG.enable",
       "verl's reward model scores alone, the overlong penalty is taken off by its factor"),
-    "reward.sandbox": (lambda look: "container" if look("BOX.url") else None, "BOX.url",
+    "reward.sandbox": (lambda get: "container" if get("BOX.url") else None, "BOX.url",
       "reward.sandbox_fusion.url names a service"),
-    "model.lora_alpha": (lambda look: 32 if look("M.lora.rank") else None, "M.lora.rank",
+    "model.lora_alpha": (lambda get: 32 if get("M.lora.rank") else None, "M.lora.rank",
       "32 is the default of Megatron's adapters"),
-    "reward.model.max_length": (_all_read, "RM.enable", "verl's reward model reads all of prompt and response"),
+    "reward.model.max_length": (_scored_length, "RM.enable", "verl's reward model reads all of prompt and response"),
     "trainer.run_dir": (
-      lambda look: None if look("trainer.default_local_dir") else f"runs/{look('trainer.experiment_name') or 'run'}",
+      lambda get: None if get("trainer.default_local_dir") else f"runs/{get('trainer.experiment_name') or 'run'}",
       "trainer.experiment_name", "a folder by the experiment's name"),
 }  # fmt: skip
 
@@ -217,39 +216,38 @@ OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
 
 
 def page(*, whole: bool = True) -> str:
-    """Formats the rows as Markdown: settings, what follows from several, unsupported keys, all of docs/verl.md.
-
-    If `whole`, also the keys without a meaning and the other names.
-    """
+    """Formats the table as Markdown: settings, unsupported keys; with `whole`, all of docs/verl.md."""
     parts = [
         "### Settings\n",
-        *(_setting(name) for name in KEYS if name.kind == "same"),
+        *(_setting_line(name) for name in KEYS if name.kind == "same"),
         "\n### What follows from several\n",
         *(_item(f"`{setting}`: {why}") for setting, (_, _, why) in FOLLOWING.items()),
         "\n### Not supported\n",
-        *_grouped("missing"),
+        *_lines_by_reason("missing"),
     ]
     if whole:
-        parts += ["\n### No meaning in jppo\n", *_grouped("needless"), "\n### Other names\n"]
+        parts += ["\n### No meaning in jppo\n", *_lines_by_reason("needless"), "\n### Other names\n"]
         for new in sorted(set(OLDER.values())):
             parts.append(_item(f"`{new}`: {', '.join(f'`{old}`' for old, now in OLDER.items() if now == new)}"))
     return "\n".join(parts) + "\n"
 
 
-def _setting(name: Name) -> str:
-    usual = f", by default `{str(name.default).removeprefix('=')}`" if name.default is not None else ""
+def _setting_line(name: KeyRow) -> str:
+    """Formats the row of a key with its setting, default and reason."""
+    default = f", by default `{str(name.default).removeprefix('=')}`" if name.default is not None else ""
     setting = "" if name.setting == name.key else f" is `{name.setting}`"
-    return _item(f"`{name.key}`{setting}{usual}{f': {name.why}' if name.why else ''}")
+    return _item(f"`{name.key}`{setting}{default}{f': {name.why}' if name.why else ''}")
 
 
-def _grouped(kind: str) -> Iterator[str]:
-    """Yields the rows of a kind by their reason."""
+def _lines_by_reason(kind: str) -> Iterator[str]:
+    """Yields a line for each reason, with all keys of this kind that have it."""
     rows = [name for name in KEYS if name.kind == kind]
     for why in dict.fromkeys(name.why for name in rows):
         yield _item(f"{why}: {', '.join(f'`{name.key}`' for name in rows if name.why == why)}")
 
 
 def _item(text: str) -> str:
+    """Formats an item of a Markdown list, in lines of at most 120 characters."""
     text = text.replace("``", "`''`")
     return textwrap.fill(
         text, 120, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False

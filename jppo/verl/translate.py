@@ -13,9 +13,9 @@ from jppo.errors import UserError, expanded
 from jppo.sandbox.shell import HIDDEN
 from jppo.settings import sft_default, table
 from jppo.verl import derived, overrides
-from jppo.verl.derived import untaught
-from jppo.verl.name import Look, Moot, Name, Unfit, key_of, read_with
-from jppo.verl.names import FOLLOWING, KEYS, OF_CONFIG, UNCHANGED, find_name, today
+from jppo.verl.derived import teacher_fault
+from jppo.verl.name import GetKey, KeyRow, Needless, Unsupported, key_of, read_with
+from jppo.verl.names import FOLLOWING, KEYS, OF_CONFIG, UNCHANGED, current_key, find_row
 from jppo.verl.values import CONVERSIONS, without_server_settings
 
 _DICTS = (  # keys whose value is a dict
@@ -31,17 +31,17 @@ PATHS = ("model.path", "data.train_files", "data.val_files")  # from the base co
 class Line:
     """The result of one override."""
 
-    said: str  # KEY=VALUE, as given
+    text: str  # KEY=VALUE, as given
     kind: str  # same, needless, missing or unknown
     why: str  # for same: jppo's SETTING=VALUE
 
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """jppo's settings, and the account of verl's overrides."""
+    """jppo's settings, and the account of verl's overrides: what became of each."""
 
     settings: dict[str, Any]
-    given: frozenset[str]  # set by overrides; the others are verl's defaults
+    overridden: frozenset[str]  # set by overrides; the others are verl's defaults
     lines: tuple[Line, ...]
     notes: tuple[str, ...]
 
@@ -55,74 +55,76 @@ def translate(
     folder: str = "",
     rename: Callable[[str], str] = lambda key: key,
 ) -> Translation:
-    """Translates the arguments of a main module of verl's. The last override of a key wins, as in Hydra.
+    """Translates the arguments of verl's PPO trainers to jppo's settings, with an account of each argument.
 
     Keys that no override gives have verl's defaults; with a jppo `config`, its values, and the result has no settings
     but those that the overrides change. YAML is read relative to `root`, of the module, or `folder`, where it starts.
     """
-    by_key, kept = overrides.read_overrides(words, main, root, folder)
-    lines = [Line(word, "unknown", why) for word, why in kept.items()]
+    by_key, rejected = overrides.read_overrides(words, main, root, folder)
+    lines = [Line(word, "unknown", why) for word, why in rejected.items()]
     values: dict[str, Any] = {}
-    as_given: dict[str, str] = {}
+    text_of: dict[str, str] = {}
     for key, override in by_key.items():
-        now = today(rename(key))
-        values.pop(now, None)  # order of the last overrides
-        values[now], as_given[now] = override.value, override.said
+        current = current_key(rename(key))
+        values.pop(current, None)  # order of the last overrides
+        values[current], text_of[current] = override.value, override.text
     for key in _DICTS:
-        _gather(values, as_given, key)
-    _name_teacher(values, as_given)
+        _merge_entries(values, text_of, key)
+    _name_teacher(values, text_of)
 
-    def look(short: str) -> Any:
+    def get(short: str) -> Any:
+        """Returns verl's value of a key, also a short one: as overridden, of the config, or the default."""
         key = key_of(short)
         if key in values:
             return values[key]
-        name = find_name(key)
+        name = find_row(key)
         if config is not None and key in OF_CONFIG:
             return OF_CONFIG[key](config, values)
         if config is not None and name and name.key == key and name.setting and name.convert in UNCHANGED:
             return config[name.setting]
         default = name.default if name and name.key == key else None
-        return look(default[1:]) if isinstance(default, str) and default.startswith("=") else default
+        return get(default[1:]) if isinstance(default, str) and default.startswith("=") else default
 
-    if schedule := _OF_ENGINE.get(derived.training_engine(look)):
+    if schedule := _OF_ENGINE.get(derived.training_engine(get)):
         for key in map(key_of, ("A.optim.lr_scheduler_type", "critic.optim.lr_scheduler_type")):
             values.setdefault(key, schedule)
-            as_given.setdefault(key, "")
-    overrides.interpolated(values, lambda key: look(today(rename(key))))
-    _check(values, as_given, look)
+            text_of.setdefault(key, "")
+    overrides.interpolate(values, lambda key: get(current_key(rename(key))))
+    _check(values, text_of, get)
     settings: dict[str, Any] = {}
     for name in KEYS if config is None else ():
-        if name.default is not None and name.key not in values and _read(name, name.key, look):
-            with contextlib.suppress(Moot, Unfit, TypeError, ValueError, ZeroDivisionError):  # the key's line says it
-                settings[name.setting] = CONVERSIONS[name.convert](look(name.key), look)
-    given = set()
+        if name.default is not None and name.key not in values and _is_read(name, name.key, get):
+            # A fault of the value is in the line of the key.
+            with contextlib.suppress(Needless, Unsupported, TypeError, ValueError, ZeroDivisionError):
+                settings[name.setting] = CONVERSIONS[name.convert](get(name.key), get)
+    changed = set()
     for key, value in values.items():
-        line, setting, converted = _account(key, value, as_given[key] or f"{key}={value}", look)
-        if as_given[key]:
+        line, setting, converted = _account(key, value, text_of[key] or f"{key}={value}", get)
+        if text_of[key]:
             lines.append(line)
         if setting:
             settings[setting] = converted
-            given.add(setting)
+            changed.add(setting)
     tools = key_of("TURNS.tool_config_path")
     if names := _foreign_tools(settings.get("rollout.multi_turn.tool_config_path", "")):
         lines.append(
-            Line(as_given[tools], "missing", f"it names classes of verl's, {names}; write them as PATH.py:CLASS")
+            Line(text_of[tools], "missing", f"it names classes of verl's, {names}; write them as PATH.py:CLASS")
         )
     decides = {key for key, (_, keys, _) in FOLLOWING.items() if any(key_of(short) in values for short in keys.split())}
-    settings = without_server_settings(settings | _following(look, FOLLOWING.keys() if config is None else decides))
-    notes = list(_notes(values, look)) if config is None else []
-    return Translation(settings, frozenset(given), tuple(lines), tuple(notes))
+    settings = without_server_settings(settings | _following(get, FOLLOWING.keys() if config is None else decides))
+    notes = list(_notes(values, get)) if config is None else []
+    return Translation(settings, frozenset(changed), tuple(lines), tuple(notes))
 
 
-def _following(look: Look, names: Collection[str]) -> dict[str, Any]:
-    """Returns the settings of these names that follow from several keys."""
+def _following(get: GetKey, names: Collection[str]) -> dict[str, Any]:
+    """Returns those of these settings that follow from several keys."""
     settings: dict[str, Any] = {}
     for setting, (follow, keys, _) in FOLLOWING.items():
-        if setting not in names or _of_no_critic(setting, look):
+        if setting not in names or _is_unused_critic(setting, get):
             continue
-        with contextlib.suppress(Moot, Unfit):  # a key's own line says it
+        with contextlib.suppress(Needless, Unsupported):  # a key's own line says it
             try:
-                value = follow(look)
+                value = follow(get)
             except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
                 raise UserError(f"{setting}: one of its keys, {keys}, has a value without a meaning in verl") from e
             if value is not None:
@@ -130,107 +132,109 @@ def _following(look: Look, names: Collection[str]) -> dict[str, Any]:
     return settings
 
 
-def _check(values: dict[str, Any], as_given: dict[str, str], look: Look) -> None:
-    """Raises a UserError for what no translation could mean."""
+def _check(values: dict[str, Any], text_of: dict[str, str], get: GetKey) -> None:
+    """Raises a UserError for values that cannot be translated: secrets, texts for numbers, unsupported features."""
     for key, value in values.items():
-        row = find_name(key)
-        usual = row.default if row else None
+        row = find_row(key)
+        default = row.default if row else None
         if row and row.kind == "same" and HIDDEN in str(value):
             raise UserError(
-                f"{as_given[key]}: the variable of the environment looks like a secret, which a script does not get;"
+                f"{text_of[key]}: the variable of the environment looks like a secret, which a script does not get;"
                 f" give {key}=VALUE behind the file"
             )
-        numeric = isinstance(usual, int | float) and not isinstance(usual, bool)
-        if numeric and not isinstance(value, int | float | None):
-            raise UserError(f"{as_given[key]}: it must be a number, as verl's own {usual} is")
-        for refuses in _REFUSED:
-            if why := refuses(key, value, look):
-                raise UserError(f"{as_given[key]}: not supported: {why}")
+        is_number = isinstance(default, int | float) and not isinstance(default, bool)
+        if is_number and not isinstance(value, int | float | None):
+            raise UserError(f"{text_of[key]}: it must be a number, as verl's own {default} is")
+        for find_fault in _FAULTS:
+            if fault := find_fault(key, value, get):
+                raise UserError(f"{text_of[key]}: not supported: {fault}")
 
 
 _TEACHERS = "distillation.teacher_models."
 
 
-def _name_teacher(values: dict[str, Any], as_given: dict[str, str]) -> None:
+def _name_teacher(values: dict[str, Any], text_of: dict[str, str]) -> None:
     """Renames the single teacher, if it has a name, to `teacher_model`, as verl does."""
     names = {key.split(".")[2] for key in values if key.startswith(_TEACHERS)} - {"teacher_model"}
     if len(names) == 1:
-        place = f"{_TEACHERS}{names.pop()}."
-        for key in [key for key in values if key.startswith(place)]:
-            new = f"{_TEACHERS}teacher_model.{key.removeprefix(place)}"
-            values[new], as_given[new] = values.pop(key), as_given.pop(key)
+        prefix = f"{_TEACHERS}{names.pop()}."
+        for key in [key for key in values if key.startswith(prefix)]:
+            new_key = f"{_TEACHERS}teacher_model.{key.removeprefix(prefix)}"
+            values[new_key], text_of[new_key] = values.pop(key), text_of.pop(key)
 
 
-def _gather(values: dict[str, Any], as_given: dict[str, str], key: str) -> None:
+def _merge_entries(values: dict[str, Any], text_of: dict[str, str], key: str) -> None:
     """Merges overrides of a dict's entries into one value of `key`."""
     entries = [name for name in values if name.startswith(f"{key}.")]
     if entries:
-        as_given[key] = " ".join(as_given[name] for name in entries)
+        text_of[key] = " ".join(text_of[name] for name in entries)
         values[key] = {name.removeprefix(f"{key}."): values.pop(name) for name in entries}
 
 
-def _account(key: str, value: Any, as_given: str, look: Any) -> tuple[Line, str, Any]:
-    """Returns an override's line, and its setting and value if there is one."""
-    name = find_name(key)
-    if name is None:
-        return Line(as_given, "unknown", "no name of verl's that jppo knows of; it is left out"), "", None
-    kind, why = name.kind, name.why
-    if _of_no_critic(key, look):
-        kind, why = "needless", f"algorithm.adv_estimator={look('algorithm.adv_estimator')} has no critic"
-    elif not _read(name, key, look):
-        kind, why = "needless", f"read only with {name.only}"
-    elif kind == "missing" and value in name.off:
+def _account(key: str, value: Any, text: str, get: Any) -> tuple[Line, str, Any]:
+    """Returns the line of the account about an override, and jppo's setting and value if it has one."""
+    row = find_row(key)
+    if row is None:
+        return Line(text, "unknown", "no name of verl's that jppo knows of; it is left out"), "", None
+    kind, why = row.kind, row.why
+    if _is_unused_critic(key, get):
+        kind, why = "needless", f"algorithm.adv_estimator={get('algorithm.adv_estimator')} has no critic"
+    elif not _is_read(row, key, get):
+        kind, why = "needless", f"read only with {row.only}"
+    elif kind == "missing" and value in row.off:
         kind, why = "needless", "it asks for nothing"
-    return _convert(name, value, as_given, look) if kind == "same" else (Line(as_given, kind, why), "", None)
+    return _convert(row, value, text, get) if kind == "same" else (Line(text, kind, why), "", None)
 
 
-def _convert(name: Name, value: Any, as_given: str, look: Any) -> tuple[Line, str, Any]:
+def _convert(row: KeyRow, value: Any, text: str, get: Any) -> tuple[Line, str, Any]:
+    """Converts a value by its row; returns the line about it, jppo's setting and value."""
     try:
-        converted = CONVERSIONS[name.convert](value, look)
-    except Moot as e:
-        return Line(as_given, "needless", str(e)), "", None
-    except Unfit as e:
-        return Line(as_given, "missing", str(e)), "", None
+        converted = CONVERSIONS[row.convert](value, get)
+    except Needless as e:
+        return Line(text, "needless", str(e)), "", None
+    except Unsupported as e:
+        return Line(text, "missing", str(e)), "", None
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
-        raise UserError(f"{as_given}: a value of this kind has no meaning in verl; it stands for {name.setting}") from e
-    why = f"{name.setting}={converted}"
-    if name.convert == "logger_names":
-        given = [logger.strip("' ") for logger in str(value).strip("[]").split(",")]
-        if left := [logger for logger in given if logger not in (*converted.split(","), "file")]:
-            why += f" (not supported: {', '.join(left)})"
-    return Line(as_given, "same", why), name.setting, converted
+        raise UserError(f"{text}: a value of this kind has no meaning in verl; it stands for {row.setting}") from e
+    why = f"{row.setting}={converted}"
+    if row.convert == "logger_names":
+        loggers = [logger.strip("' ") for logger in str(value).strip("[]").split(",")]
+        if unsupported := [logger for logger in loggers if logger not in (*converted.split(","), "file")]:
+            why += f" (not supported: {', '.join(unsupported)})"
+    return Line(text, "same", why), row.setting, converted
 
 
-def _read(name: Name, key: str, look: Any) -> bool:
+def _is_read(row: KeyRow, key: str, get: Any) -> bool:
     """Whether verl reads a key, given the others."""
-    return not _of_no_critic(key, look) and (not name.only or key == name.only or read_with(name.only, look))
+    return not _is_unused_critic(key, get) and (not row.only or key == row.only or read_with(row.only, get))
 
 
-def _of_no_critic(key: str, look: Any) -> bool:
-    return key.startswith("critic.") and look("algorithm.adv_estimator") != "gae"
+def _is_unused_critic(key: str, get: Any) -> bool:
+    return key.startswith("critic.") and get("algorithm.adv_estimator") != "gae"
 
 
-def _notes(values: dict[str, Any], look: Any) -> Iterable[str]:
-    given = {name.setting for key in values if (name := find_name(key))}
-    if absent := [setting for setting in PATHS if setting not in given]:
+def _notes(values: dict[str, Any], get: Any) -> Iterable[str]:
+    """Yields notes on keys that are missing, or that verl reads otherwise than their names say."""
+    settings = {name.setting for key in values if (name := find_row(key))}
+    if absent := [setting for setting in PATHS if setting not in settings]:
         yield f"{', '.join(absent)}: not given; those of configs/gsm8k.py are taken"
-    if look("algorithm.adv_estimator") == "gae" and "critic.model.path" not in values:
+    if get("algorithm.adv_estimator") == "gae" and "critic.model.path" not in values:
         yield "critic.model.path is not given; the critic begins as the policy, not as verl's own default"
-    if "algorithm.kl_ctrl.kl_coef" in values and not look("algorithm.use_kl_in_reward"):
+    if "algorithm.kl_ctrl.kl_coef" in values and not get("algorithm.use_kl_in_reward"):
         yield (
             "algorithm.kl_ctrl.kl_coef is read only with algorithm.use_kl_in_reward=True, which verl 0.9.1 leaves at"
             " False; verl before 0.3 always had the KL in the reward"
         )
-    if look("CORRECTION.bypass_mode") and key_of("trainer.use_v1") not in values:
-        asked = ("CORRECTION.loss_type", "CORRECTION.rollout_is", "CORRECTION.rollout_rs")
-        if any(key_of(short) in values for short in asked):
+    if get("CORRECTION.bypass_mode") and key_of("trainer.use_v1") not in values:
+        keys = ("CORRECTION.loss_type", "CORRECTION.rollout_is", "CORRECTION.rollout_rs")
+        if any(key_of(short) in values for short in keys):
             yield (
                 "verl 0.9.1's trainer with use_v1=True reads no other key of rollout_correction in bypass_mode; jppo"
                 " does what verl's documentation and its older trainer do"
             )
     a = key_of("A.clip_ratio")
-    if a in values and (look(f"{a}_low"), look(f"{a}_high")) != (values[a], values[a]):
-        low, high = look(f"{a}_low"), look(f"{a}_high")
+    if a in values and (get(f"{a}_low"), get(f"{a}_high")) != (values[a], values[a]):
+        low, high = get(f"{a}_low"), get(f"{a}_high")
         yield f"{a}={values[a]} clips nothing in verl: clip_ratio_low={low} and clip_ratio_high={high} do"
 
 
@@ -243,8 +247,8 @@ _LACKING = re.compile(
 )
 
 
-def _sees(key: str, value: Any, _: Look) -> str:
-    """Why a key asks for a model that sees or hears, or ''."""
+def _vision_fault(key: str, value: Any, _: GetKey) -> str:
+    """Returns why a key asks for a model that sees or hears, or ''."""
     keys = ("data.image_key", "data.video_key", "data.audio_key", "actor_rollout_ref.rollout.limit_images")
     if (key in keys and value is not None) or (key == "actor_rollout_ref.actor.freeze_vision_tower" and value):
         return "jppo's models read text"
@@ -255,28 +259,28 @@ def _sees(key: str, value: Any, _: Look) -> str:
     return ""
 
 
-def _lacking(key: str, value: Any, _: Look) -> str:
-    """Why a key asks for a family of models that jppo lacks, by a published name, or ''."""
+def _family_fault(key: str, value: Any, _: GetKey) -> str:
+    """Returns why a key asks for a family of models that jppo lacks, by a published name, or ''."""
     match = _LACKING.search(str(value).rstrip("/").rpartition("/")[2])
     if key != "actor_rollout_ref.model.path" or not match or (expanded(str(value)) / "config.json").is_file():
         return ""
     return f"jppo has no {match[0]} models; docs/architecture.md lists its families"
 
 
-def _halves(key: str, value: Any, _: Look) -> str:
-    """Why a key asks for training in float16, or ''."""
-    typed = "dtype" in key and not key.startswith(("actor_rollout_ref.rollout.", "reward."))
-    half = typed and str(value).lower() in ("fp16", "float16", "half", "torch.float16")
-    if half or (key.endswith(".fp16") and value):
+def _float16_fault(key: str, value: Any, _: GetKey) -> str:
+    """Returns why a key asks for training in float16, or ''."""
+    is_dtype = "dtype" in key and not key.startswith(("actor_rollout_ref.rollout.", "reward."))
+    is_half = is_dtype and str(value).lower() in ("fp16", "float16", "half", "torch.float16")
+    if is_half or (key.endswith(".fp16") and value):
         return "training in float16; bfloat16 has the range of float32 and needs no loss scaling"
     return ""
 
 
-_REFUSED: tuple[Callable[[str, Any, Look], str], ...] = (_sees, _lacking, _halves, untaught)
+_FAULTS: tuple[Callable[[str, Any, GetKey], str], ...] = (_vision_fault, _family_fault, _float16_fault, teacher_fault)
 
 
 def _foreign_tools(path: str) -> str:
-    """Returns the classes of verl's in a YAML file of tools, if it can be read."""
+    """Returns the names of verl's classes in a YAML file of tools; '' if there are none."""
     try:
         config = yaml.safe_load(pathlib.Path(path).expanduser().read_text(encoding="utf-8"))
         names = [str(tool["class_name"]) for tool in config["tools"]]
@@ -328,31 +332,31 @@ _GROUPS = ("model", "engine", "optim", "profiler")  # choices among verl's YAML 
 
 
 def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) -> Translation:
-    """Translates the arguments of sft_trainer and fsdp_sft_trainer."""
-    old = overrides.main_of(main) == "trainer.fsdp_sft_trainer"
-    chosen = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
-    place = _ENGINES.get(chosen.get("engine", ""), "A.fsdp_config")
+    """Translates the arguments of verl's sft_trainer and fsdp_sft_trainer to settings of jppo.sft."""
+    is_older = overrides.main_of(main) == "trainer.fsdp_sft_trainer"
+    given_values = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
+    engine_prefix = _ENGINES.get(given_values.get("engine", ""), "A.fsdp_config")
 
     def rename(key: str) -> str:
-        for before, after in {**dict(zip(_SAME, _SAME, strict=True)), **_RENAMED}.items():
-            if key == before or (before.endswith(".") and key.startswith(before)):
-                return key_of(after.format(engine=place) + key[len(before) :])
+        for old, new in {**dict(zip(_SAME, _SAME, strict=True)), **_RENAMED}.items():
+            if key == old or (old.endswith(".") and key.startswith(old)):
+                return key_of(new.format(engine=engine_prefix) + key[len(old) :])
         return key
 
     ungrouped = [word for word in words if word.partition("=")[0] not in _GROUPS]
     try:
-        longest = int(chosen.get("data.max_length", 1024))
+        longest = int(given_values.get("data.max_length", 1024))
     except ValueError as e:
-        raise UserError(f"data.max_length={chosen['data.max_length']}: it must be a number of tokens") from e
+        raise UserError(f"data.max_length={given_values['data.max_length']}: it must be a number of tokens") from e
     lengths = [f"data.max_prompt_length={longest // 2}", f"data.max_response_length={longest - longest // 2}"]
-    chats = not old or chosen.get("data.multiturn.enable", "").lower() == "true"
-    defaults = _DEFAULTS + (_OLD if old else _NEW) + ("" if chats else _PAIRS)
+    chats = not is_older or given_values.get("data.multiturn.enable", "").lower() == "true"
+    defaults = _DEFAULTS + (_OLD if is_older else _NEW) + ("" if chats else _PAIRS)
     defaults += "".join(text for choice, text in _OF_CHOICE.items() if choice in words)
-    usual = lengths + [word for word in defaults.split() if word.partition("=")[0] not in chosen]
-    translation = translate([*usual, *ungrouped], main=main, root=root, folder=folder, rename=rename)
-    known = table.by_name(sft_default())
-    values = {_own(name): value for name, value in translation.settings.items()}
-    lines = [_line(line, known) for line in translation.lines if line.said not in usual or line.kind == "missing"]
+    default = lengths + [word for word in defaults.split() if word.partition("=")[0] not in given_values]
+    translation = translate([*default, *ungrouped], main=main, root=root, folder=folder, rename=rename)
+    names = table.by_name(sft_default())
+    values = {_sft_name(name): value for name, value in translation.settings.items()}
+    lines = [_sft_line(line, names) for line in translation.lines if line.text not in default or line.kind == "missing"]
     if chats:  # without pairs of texts
         values = {name: value for name, value in values.items() if name not in ("data.prompt_key", "data.response_key")}
     else:
@@ -360,24 +364,24 @@ def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) ->
     values["data.learn_turns"] = "all" if chats else "last"
     return dataclasses.replace(
         translation,
-        settings={name: value for name, value in values.items() if name in known},
-        given=frozenset(_own(name) for name in translation.given),
+        settings={name: value for name, value in values.items() if name in names},
+        overridden=frozenset(_sft_name(name) for name in translation.overridden),
         lines=tuple(lines),
         notes=(),
     )
 
 
-def _own(name: str) -> str:
+def _sft_name(name: str) -> str:
     return name.replace("actor.", "optim.", 1) if name.startswith("actor.") else name
 
 
-def _line(line: Line, known: dict[str, object]) -> Line:
+def _sft_line(line: Line, known_settings: dict[str, object]) -> Line:
     """Returns the line with jppo.sft's name of a setting, or the reason why it has none."""
     name, _, value = line.why.partition("=")
     if line.kind != "same":
         return dataclasses.replace(line, why=line.why.replace("actor.", "optim."))
-    if _own(name) in known:
-        return dataclasses.replace(line, why=f"{_own(name)}={value}")
+    if _sft_name(name) in known_settings:
+        return dataclasses.replace(line, why=f"{_sft_name(name)}={value}")
     if name == "trainer.nnodes" and value != "1":
         return dataclasses.replace(line, kind="missing", why="jppo.sft runs on one host")
     why = _OF_PPO.get(name)

@@ -66,7 +66,7 @@ class Hall:
             chat = turn_tokens.plain_chat(self.tokenizer)
         else:
             how = dict(roles=self.roles, name=self.format, parse=PARSERS[self.format], parallel=2)
-            chat = turn_tokens.templated(self.tokenizer, toolbox.schemas, **how, **self.how)
+            chat = turn_tokens.template_chat(self.tokenizer, toolbox.schemas, **how, **self.how)
         return make_talk(
             chat,
             PARSERS[self.format],

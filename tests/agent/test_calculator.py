@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from jppo.agent.built_in_tools import evaluate, shown
+from jppo.agent.built_in_tools import evaluate, format_number
 
 
 def by_python(text):
@@ -59,7 +59,7 @@ def test_it_computes_as_python_does():
     ],
 )
 def test_what_it_shows(text, value):
-    assert shown(evaluate(text)) == value
+    assert format_number(evaluate(text)) == value
 
 
 @pytest.mark.parametrize(
@@ -70,5 +70,5 @@ def test_what_it_shows(text, value):
 def test_what_is_no_arithmetic_is_an_error_at_once(text):
     began = time.thread_time()
     with pytest.raises((ValueError, OverflowError)):
-        shown(evaluate(text))
+        format_number(evaluate(text))
     assert time.thread_time() - began < 1

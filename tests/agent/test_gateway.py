@@ -33,7 +33,7 @@ def language(hall):
         if hall.format == "plain":
             return turn_tokens.plain_chat(hall.tokenizer)
         how = dict(roles=["user"], name=hall.format, parse=PARSERS[hall.format], **hall.how)
-        return turn_tokens.templated(hall.tokenizer, json.loads(schemas), **how)
+        return turn_tokens.template_chat(hall.tokenizer, json.loads(schemas), **how)
 
     return Language(
         chat=chat,
@@ -463,7 +463,7 @@ def test_agents_end_with_a_killed_trainer(form, tmp_path):
             f"def agent(task): os.system('bash {agent}')"
         )
     spec = f"bash {agent}" if form == "command" else f"{tmp_path / 'agent.py'}:agent"
-    work = f"process.run_agent(process.program_of({spec!r}), {{}}, {{}}, 60.0)"
+    work = f"process.run_agent(process.parse_agent({spec!r}), {{}}, {{}}, 60.0)"
     program = f"import asyncio; from jppo.agent.gateway import process; asyncio.run({work})"
     with subprocess.Popen([sys.executable, "-c", program]) as trainer:
         wait_for(lambda: pids.is_file() and pids.read_text().endswith("\n"))
@@ -521,7 +521,7 @@ def test_an_agent_that_fails_in_a_full_conversation_is_truncated(hermes, run, co
         ("bash examples/calculator_curl.sh", "graders", 0.0),  # the graders add theirs
         ("examples/calculator_openai.py:multiply", "reported", 1.0),
         ("examples/calculator_anthropic.py:multiply", "exit", 1.0),
-        ("benchmarks/conversation_rewards.py:multiply", "reported", 1.0),
+        ("tests/agent/environments/trained_parts.py:multiply", "reported", 1.0),
     ],
 )
 def test_the_examples_use_their_calculator(plain, run, agent, reward, score, monkeypatch):

@@ -12,12 +12,12 @@ import pytest
 
 from jppo.agent.gateway.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from jppo.agent.gateway.episode import Episode
-from jppo.agent.gateway.process import Ended
+from jppo.agent.gateway.process import ProgramEnd
 from jppo.rollout.protocol import Answer, greedy
 from tests.agent.test_gateway import CALCULATOR, RULES, answer_of, language
 from tests.agent.test_gateway_requests import CALL, USER, answered, episode
 
-DONE = Ended(0, '{"reward": 1}', "")
+DONE = ProgramEnd(0, '{"reward": 1}', "")
 THOUGHT = "<think>\nI multiply.\n</think>\n\n"
 TOOLS = {"tools": [CALCULATOR]}
 
@@ -217,9 +217,9 @@ def test_the_graded_branch_does_not_depend_on_which_answer_is_slow(hermes, asks,
 def test_an_agent_may_name_the_answer(hermes):
     one, _ = episode(hermes, "first", "second", "third")
     ids = [answered(one, {"messages": told(text)})["id"] for text in "abc"]
-    t = one.trajectory(Ended(0, json.dumps({"answer_id": ids[1], "reward": 1}), ""))
+    t = one.trajectory(ProgramEnd(0, json.dumps({"answer_id": ids[1], "reward": 1}), ""))
     assert t.text == "second" and [b.text for b in t.branches] == ["third", "first"]
-    wrong = one.trajectory(Ended(0, '{"answer_id": "chatcmpl-1", "reward": 1}', ""))
+    wrong = one.trajectory(ProgramEnd(0, '{"answer_id": "chatcmpl-1", "reward": 1}', ""))
     assert "answer_id='chatcmpl-1', which is no answer of this episode" in wrong.exchange.fault
 
 

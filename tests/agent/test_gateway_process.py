@@ -52,7 +52,7 @@ def test_a_wrong_name_of_an_agent_is_an_error_before_anything_runs(tmp_path, mon
         "program:agent",
         "os.path:join",
     ):
-        process.program_of(right)
+        process.parse_agent(right)
     for wrong, said in (
         ("program.py:agnt", "defines no 'agnt'; it has agent; did you mean 'agent'?"),
         ("program:agnt", "defines no 'agnt'"),
@@ -61,7 +61,7 @@ def test_a_wrong_name_of_an_agent_is_an_error_before_anything_runs(tmp_path, mon
         ("no_such_module:agent", "there is no module no_such_module"),
     ):
         with pytest.raises(UserError) as e:
-            process.program_of(wrong)
+            process.parse_agent(wrong)
         assert said in str(e.value) and str(e.value).startswith(f"rollout.agent={wrong!r}: ")
 
 
@@ -75,9 +75,9 @@ def test_an_installed_module_comes_before_one_of_the_folder(tmp_path, monkeypatc
     monkeypatch.syspath_prepend("")
     monkeypatch.chdir(tmp_path / "here")
     for right in ("some_agents:agent", "only_here:agent", "sys:exit", "json:dumps"):
-        process.program_of(right)
+        process.parse_agent(right)
     with pytest.raises(UserError, match="defines no 'other'"):
-        process.program_of("some_agents:other")
+        process.parse_agent("some_agents:other")
 
 
 def ends(tmp_path, program, tasks):
@@ -85,7 +85,7 @@ def ends(tmp_path, program, tasks):
     (tmp_path / "agent.py").write_text(textwrap.dedent(program))
 
     async def all_of_them():
-        program = process.program_of(f"{tmp_path / 'agent.py'}:agent")
+        program = process.parse_agent(f"{tmp_path / 'agent.py'}:agent")
         try:
             return await asyncio.gather(*(process.run_agent(program, task, {}, 20.0) for task in tasks))
         finally:
@@ -140,7 +140,7 @@ def test_programs_start_one_after_the_other(tmp_path, monkeypatch):
     programs = []
     monkeypatch.setattr(process.socket, "send_fds", send)
     monkeypatch.setattr(
-        process, "program_of", lambda spec, of=process.program_of: programs.append(of(spec)) or programs[0]
+        process, "parse_agent", lambda spec, of=process.parse_agent: programs.append(of(spec)) or programs[0]
     )
     found = ends(tmp_path, "def agent(task): return task", [{"reward": i} for i in range(10)])
     assert [json.loads(one.last)["reward"] for one in found] == list(range(10)) and unanswered == [1] * 10

@@ -8,7 +8,7 @@ import pytest
 
 from jppo.agent.gateway.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from jppo.agent.gateway.episode import Episode
-from jppo.agent.gateway.process import Ended
+from jppo.agent.gateway.process import ProgramEnd
 from jppo.errors import BadRequest
 from jppo.rollout.protocol import greedy
 from tests.agent.test_gateway import CALCULATOR, RULES, language
@@ -115,7 +115,7 @@ def test_long_tool_calls_and_schemas_are_too_long_before_they_are_tokenised(herm
         with pytest.raises(BadRequest, match="characters, more than fit") as e:
             answered(one, body)
         assert e.value.code == "context_length_exceeded"
-    t = one.trajectory(Ended(1, "", "too long"))
+    t = one.trajectory(ProgramEnd(1, "", "too long"))
     assert t.finish == "length" and t.exchange.fault is None
 
 
@@ -148,7 +148,7 @@ def test_a_call_is_recognised_as_clients_repeat_it(hermes, said, given):
     history = [USER, {"tool_calls": [repeated], "content": [{"type": "text", "text": "See.\n"}], "role": "assistant"}]
     answered(one, {"tools": [CALCULATOR], "messages": [*history, {"role": "tool", "content": "1"}]})
     assert ask.asked[1][: len(ask.asked[0]) + len(ask.answers[0])] == ask.asked[0] + ask.answers[0]
-    assert one.trajectory(Ended(0, '{"reward": 1}', "")).branches == ()
+    assert one.trajectory(ProgramEnd(0, '{"reward": 1}', "")).branches == ()
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_a_wrong_reported_reward_is_an_error_with_posted_ones_too(hermes, last):
     one, _ = episode(hermes, "yes")
     answered(one, {})
     one.post({"reward": 0.5})
-    assert "reported no reward" in one.trajectory(Ended(0, last, "")).exchange.fault
+    assert "reported no reward" in one.trajectory(ProgramEnd(0, last, "")).exchange.fault
     for nothing in ("", '{"reward": null}', "done"):
-        t = one.trajectory(Ended(0, nothing, ""))
+        t = one.trajectory(ProgramEnd(0, nothing, ""))
         assert t.exchange.fault is None and t.exchange.score == 0.5
 
 

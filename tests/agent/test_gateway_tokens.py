@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jppo.agent.gateway.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from jppo.agent.gateway.episode import Episode
-from jppo.agent.gateway.process import Ended
+from jppo.agent.gateway.process import ProgramEnd
 from jppo.errors import BadRequest
 from jppo.learner.episodes import Episodes, with_branches
 from jppo.rewards.parts import ConversationPart, PartWeights, RewardSum
@@ -63,7 +63,7 @@ async def an_episode(hall, seed, spoken=None):
             if rng.random() < 0.2:
                 said = {"role": "assistant", "content": "something else"}
             histories.append([*history, said, *(calls or [{"role": "user", "content": text}])])
-    return engine, episode.trajectory(Ended(0, '{"reward": 1}', ""))
+    return engine, episode.trajectory(ProgramEnd(0, '{"reward": 1}', ""))
 
 
 @pytest.mark.parametrize("part", range(4))

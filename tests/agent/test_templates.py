@@ -8,11 +8,7 @@ import pathlib
 import pytest
 
 from jppo.data.tokenizer import load_tokenizer
-
-SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "check_templates.py"
-SPEC = importlib.util.spec_from_file_location("check_templates", SCRIPT)
-script = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(script)
+from tests.agent.conversations import KINDS, outcome
 
 TOOLS = "{% if tools %}<|head|>tools{% for t in tools %}{{ t | tojson }}{% endfor %}<|end|>{% endif %}"
 CALLS = (
@@ -77,7 +73,7 @@ TEMPLATES = {
 }
 
 
-own_tokenizer = functools.cache(load_tokenizer)  # no other test has it: the script adds special tokens
+own_tokenizer = functools.cache(load_tokenizer)  # no other test has it: `outcome` adds special tokens
 
 
 @pytest.fixture
@@ -88,8 +84,8 @@ def tokenizer(shared):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_tokens_of_a_conversation_are_the_templates_own(tokenizer, name):
     text, *branches = TEMPLATES[name]
-    for kind, branch in zip(script.KINDS, branches, strict=True):
-        said, exact, trajectories = script.outcome(tokenizer, text, kind, 25, "template", seed=len(name))
+    for kind, branch in zip(KINDS, branches, strict=True):
+        said, exact, trajectories = outcome(tokenizer, text, kind, 25, "template", seed=len(name))
         if branch is None:
             assert said.startswith("refused: ") and "\n" not in said, (kind, said)
         else:
@@ -98,7 +94,7 @@ def test_the_tokens_of_a_conversation_are_the_templates_own(tokenizer, name):
 
 @pytest.mark.parametrize("name", ["drops thoughts of old turns", "counts turns", "reorders"])
 def test_turns_that_stay_as_they_were_sampled_are_one_trajectory(tokenizer, name):
-    said, exact, trajectories = script.outcome(tokenizer, TEMPLATES[name][0], "users", 25, "sampled")
+    said, exact, trajectories = outcome(tokenizer, TEMPLATES[name][0], "users", 25, "sampled")
     assert said.startswith("differs: turn") and exact < 25 and trajectories == 1.0
 
 
@@ -124,8 +120,8 @@ def test_published_templates(tokenizer):
         )
     found = {}
     for file in files:
-        for kind in script.KINDS:
-            said, exact, _ = script.outcome(tokenizer, file.read_text(), kind, 20, "template")
+        for kind in KINDS:
+            said, exact, _ = outcome(tokenizer, file.read_text(), kind, 20, "template")
             assert said.startswith("refused: ") or (said, exact) == ("exact", 20), (file.stem, kind, said)
             found[file.stem, kind] = said
     assert sum(said == "exact" for said in found.values()) > 60

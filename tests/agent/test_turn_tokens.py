@@ -28,7 +28,7 @@ def with_template(tokenizer, template):
 
 
 def chat_of(tokenizer, schemas, roles, **how):
-    return turn_tokens.templated(tokenizer, schemas, roles=roles, **dict(name="hermes", parse=hermes_calls) | how)
+    return turn_tokens.template_chat(tokenizer, schemas, roles=roles, **dict(name="hermes", parse=hermes_calls) | how)
 
 
 def test_a_template_that_refuses_tools_or_does_not_tell_of_them_is_refused(characters):
@@ -66,7 +66,7 @@ def spoken(tokenizer, asked, text, end):
     """A turn after a rendered prompt."""
     ids = tokenizer.encode(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
     said = tokenizer.encode(text) + end
-    return turn_tokens.Spoken(asked, {"role": "assistant", "content": text}, text, ids + said, len(said))
+    return turn_tokens.SampledTurn(asked, {"role": "assistant", "content": text}, text, ids + said, len(said))
 
 
 ASKED = [{"role": "user", "content": "12"}]

@@ -159,8 +159,8 @@ def test_a_stop_may_break_off_what_a_host_does_by_itself_only():
 
 def signing(store, rank, left, **limits):
     host = Hosts(rank, 2, store=store, **limits)
-    host.leave = lambda status, why: (left.append((rank, status, why)), host._over.set())
-    thread = threading.Thread(target=host._sign, daemon=True)
+    host.leave = lambda status, why: (left.append((rank, status, why)), host._ended.set())
+    thread = threading.Thread(target=host._watch_hosts, daemon=True)
     thread.start()
     return host, thread
 
@@ -171,7 +171,7 @@ def test_a_host_that_gives_no_sign_is_lost_and_one_that_does_is_not(monkeypatch)
     (_, waiting), (second, _) = (signing(store, rank, left, timeout_s=2.0) for rank in (0, 1))
     time.sleep(3.0)
     assert left == []
-    second._over.set()
+    second._ended.set()
     waiting.join(60)
     assert left == [(0, 1, "host 1 is lost: no sign of it within trainer.host_timeout_s=2")]
 
@@ -189,7 +189,7 @@ def test_who_is_ending_or_gone_is_heard(monkeypatch):
     assert first.heard() is None
     store.key_value_set("jppo/gone/0", "KeyError: 'x'")
     waiting.join(60)
-    first._over.set()
+    first._ended.set()
     assert left == [(1, 1, "host 0 failed: KeyError: 'x'")]
 
 
@@ -204,5 +204,5 @@ def test_bytes_longer_than_a_message_arrive_whole_from_every_host(monkeypatch):
         return np.stack([np.frombuffer(x[at : at + 4].ljust(4, b"\0"), np.uint8) for x in each])
 
     monkeypatch.setattr(module.multihost_utils, "process_allgather", gathered)
-    assert module._exchange(each[0], [10, 3, 0]) == each
+    assert module._exchange_bytes(each[0], [10, 3, 0]) == each
     assert sent == [b"0123", b"4567", b"89"]

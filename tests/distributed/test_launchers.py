@@ -85,10 +85,10 @@ def test_a_coordinator_that_does_not_answer_has_a_deadline():
 
 
 def test_the_coordinator_listens_at_the_address_that_is_named(capsys):
-    assert launchers._listening_at(HostPlace(2, 0, "127.0.0.1:1234")) == "127.0.0.1:1234"
-    assert launchers._listening_at(HostPlace(2, 0, "localhost:1234")) == "localhost:1234"
-    assert launchers._listening_at(HostPlace(2, 1, "192.0.2.1:1234")) is None and capsys.readouterr().err == ""
-    assert launchers._listening_at(HostPlace(2, 0, "192.0.2.1:1234")) is None  # an example's address: not ours
+    assert launchers._bind_address(HostPlace(2, 0, "127.0.0.1:1234")) == "127.0.0.1:1234"
+    assert launchers._bind_address(HostPlace(2, 0, "localhost:1234")) == "localhost:1234"
+    assert launchers._bind_address(HostPlace(2, 1, "192.0.2.1:1234")) is None and capsys.readouterr().err == ""
+    assert launchers._bind_address(HostPlace(2, 0, "192.0.2.1:1234")) is None  # an example's address: not ours
     assert "192.0.2.1 is not an address of host 0 itself" in capsys.readouterr().err
 
 
@@ -97,5 +97,5 @@ def test_a_name_that_is_the_loopback_here_does_not_keep_other_hosts_out(monkeypa
     family = socket.AF_INET6 if ":" in at else socket.AF_INET
     found = [(family, socket.SOCK_STREAM, 6, "", (at, 0, 0, 0) if ":" in at else (at, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    assert launchers._listening_at(HostPlace(2, 0, "node-a:1234")) is None
+    assert launchers._bind_address(HostPlace(2, 0, "node-a:1234")) is None
     assert f"node-a is {at} here" in capsys.readouterr().err

@@ -274,7 +274,7 @@ def test_the_account_of_a_program_compiled_here():
         return jax.lax.scan(layer, x, (up, down))[0]
 
     args = shape((R, D), ("data", "fsdp")), shape((L, D, F), None, "fsdp"), shape((L, F, D), None, "fsdp")
-    found = account.of_program(jax.jit(run).lower(*args), dict(mesh.shape))
+    found = account.account_of_program(jax.jit(run).lower(*args), dict(mesh.shape))
     assert found.error is None and found.unknown_loops == ()
     assert found.total_flops == L * 2 * 2 * (R // 8) * D * F
     gathers = [row for row in schedule.totals(found.collectives) if row[0] == "all-gather"]
@@ -290,7 +290,7 @@ def test_a_program_that_the_compiler_refuses_has_its_reason():
         def compile(self):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17G\nof 15.75G\n\nmore")
 
-    assert account.of_program(Refusing(), {}).error == "RESOURCE_EXHAUSTED: Used 17G of 15.75G"
+    assert account.account_of_program(Refusing(), {}).error == "RESOURCE_EXHAUSTED: Used 17G of 15.75G"
 
 
 def test_partitioner_warnings_are_kept_and_the_rest_is_written(capfd):
@@ -306,7 +306,7 @@ def test_partitioner_warnings_are_kept_and_the_rest_is_written(capfd):
             os.write(2, f"{line}\nanother line\n".encode())
             return jax.jit(lambda x: x + 1).lower(1.0).compile()
 
-    found = account.of_program(Warning_(), {})
+    found = account.account_of_program(Warning_(), {})
     assert found.warnings == ("gather f32[64,8] (jit(f)/embed/gather)",)
     assert capfd.readouterr().err.splitlines() == ["another line"]
 

@@ -118,14 +118,16 @@ def test_kernels_run_one_after_another_each_bound_by_products_or_memory():
         hbm=3 * int(3.35e12) // 4,
         schedule=(product, Loop(3, (attention,)), stream),
     )
-    found = forecast.of_account(account, machine, mesh, useful=int(6 * 989.4e12))
+    found = forecast.forecast_account(account, machine, mesh, useful=int(6 * 989.4e12))
     compute = 1 / shares["product"].value + 1.5 / shares["attention"].value
     assert found.compute == pytest.approx(compute / shares["program"].value)
     assert found.hbm == pytest.approx(0.5 / shares["memory"].value / shares["program"].value)
     assert found.bound == "compute" and found.links == 0
     assert found.seconds == pytest.approx(found.compute + found.hbm)
     assert found.mfu == pytest.approx(0.5)  # six of the twelve seconds that all devices spend at the vendor's rates
-    wide = forecast.of_account(Account(schedule=(Kernel("product", (("float32", int(67e12)),), 0),)), machine, mesh)
+    wide = forecast.forecast_account(
+        Account(schedule=(Kernel("product", (("float32", int(67e12)),), 0),)), machine, mesh
+    )
     assert wide.compute == pytest.approx(1 / shares["product"].value / shares["program"].value)  # by float32's rate
 
 
@@ -135,15 +137,17 @@ def test_only_the_part_of_a_collective_that_outlasts_the_kernels_counts(waits, w
     whole = 2.0 * 450e9 * shares["link"].value * 8 / 7
     gather = CollectiveStart((collective("all-gather", (tuple(range(8)),), whole),), "all-gather-start", waits)
     kernel = Kernel("product", (("bfloat16", int(1.5 * BF16 * shares["product"].value * shares["program"].value)),), 0)
-    found = forecast.of_account(Account(schedule=(gather, kernel, Wait("all-gather-start"))), machine, mesh)
+    found = forecast.forecast_account(Account(schedule=(gather, kernel, Wait("all-gather-start"))), machine, mesh)
     assert found.compute == pytest.approx(1.5) and found.links == pytest.approx(waited)
-    twice = forecast.of_account(Account(schedule=(Loop(2, (gather, kernel, Wait("all-gather-start"))),)), machine, mesh)
+    twice = forecast.forecast_account(
+        Account(schedule=(Loop(2, (gather, kernel, Wait("all-gather-start"))),)), machine, mesh
+    )
     assert twice.seconds == pytest.approx(2 * found.seconds)
 
 
 def test_copies_beside_the_kernels_are_bound_by_memory():
     machine, mesh, shares = h100s()
-    found = forecast.of_account(Account(hbm=int(3.35e12)), machine, mesh)
+    found = forecast.forecast_account(Account(hbm=int(3.35e12)), machine, mesh)
     assert found.hbm == pytest.approx(1 / shares["memory"].value) and found.bound == "hbm"
 
 

@@ -57,7 +57,7 @@ def test_the_schedule_has_all_of_a_programs_products():
     def f(x):
         return jax.lax.scan(lambda y, _: (jnp.tanh(y @ x), None), x, None, length=3)[0]
 
-    found = account.of_program(jax.jit(f).lower(jnp.ones((32, 32))), {"data": 1})
+    found = account.account_of_program(jax.jit(f).lower(jnp.ones((32, 32))), {"data": 1})
 
     def total(steps):
         return sum(

@@ -146,7 +146,7 @@ class Learner:
         decoder = Decoder(
             self.cfg,
             constrain=sharding.constrain_to_rows(self.mesh),
-            attend=sequence_parallel.exchanged(plain, self.mesh),
+            attend=sequence_parallel.exchange_positions(plain, self.mesh),
             lookup=modules.make_lookup(self.mesh),
             remat=self.remat,
             mix=experts.make_mix(self.mesh),

@@ -9,9 +9,10 @@ import pytest
 
 from jppo import settings
 from jppo.errors import UserError
-from jppo.learner import catalogue, make
+from jppo.learner import catalogue
 from jppo.learner.algorithm import Algorithm, Term
 from jppo.learner.views import EpisodeView, TokenView, view
+from jppo.run.make import make_recipe
 from jppo.settings import parts
 from tests.make import typed
 
@@ -151,7 +152,7 @@ def test_what_jppos_own_losses_read_is_what_their_papers_need(name):
 def test_entropy_and_kl_are_averaged_like_the_policy_loss(name):
     c = settings.recipe("gsm8k")
     c.actor.loss_mode, c.actor.entropy_coeff = name, 0.1
-    recipe = make.make_recipe(typed(c))
+    recipe = make_recipe(typed(c))
     mask, segment = np.bool_([[1, 1, 1, 1]]), np.int32([[1, 1, 1, 2]])
     entropy = recipe.algorithm.terms[1]
     weights = recipe.mean(mask, segment, entropy.aggregation, tokens=np.float32(4), sequences=np.float32(2))
@@ -198,7 +199,7 @@ def test_more_terms_are_added_to_those_of_the_settings_once(tmp_path):
     )
     c = settings.recipe("gsm8k")
     c.algorithm.extension, c.actor.loss_mode = f"{tmp_path}/mine.py:more", "gspo"
-    found = make.make_recipe(typed(c)).algorithm
+    found = make_recipe(typed(c)).algorithm
     assert [term.metric for term in found.terms[:2]] == ["actor/pg_loss", "mine/logprob"] and not found.more_terms
     for taken in ("actor/grad_norm", "reward_mean", "rollout/mine"):
         c.algorithm.options.metric = taken
@@ -206,7 +207,7 @@ def test_more_terms_are_added_to_those_of_the_settings_once(tmp_path):
             parts.policy_loss(typed(c))
     c.algorithm.options.metric = "critic/vf_loss"
     with pytest.raises(UserError, match=r"mine.py:more'.* two terms have one metric: actor/pg_loss, .*critic/vf_loss"):
-        make.make_recipe(typed(c))
+        make_recipe(typed(c))
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jppo.learner import catalogue, estimate, sharding, state
-from jppo.learner.make import run_programs
 from jppo.learner.ppo import Epochs, StepLearner
 from jppo.learner.programs import list_programs
+from jppo.run.make import run_programs
 
 CORRECTED = dict(
     correction=estimate.Correction("sequence", 0.5, 2.0, normalize=True, rules=(("token_k1", 0.5, 2.0),)),

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 
 from jppo import settings as options
 from jppo.learner import batch, estimate, packing, ppo, score, sharding, update
-from jppo.learner.make import make_recipe
 from jppo.learner.trainable import CompiledLoss, make_before
+from jppo.run.make import make_recipe
 from jppo.settings.table import TABLE
 from jppo.types import Reward
 from tests import make

@@ -12,8 +12,8 @@ import transformers
 from jppo import settings
 from jppo.errors import UserError
 from jppo.learner import packing, ppo, score
-from jppo.learner.make import replayed_experts
 from jppo.models import config_reader, decoder, hf_write, params
+from jppo.run.make import replayed_experts
 from jppo.runlog import trajectories as saved
 from tests.make import trajectory
 

@@ -135,7 +135,7 @@ def test_blocks_are_all_of_the_row(shared):
             else:
                 assert keys == list(range(block.stop))
             pairs += len(keys) * (block.stop - block.start)
-        assert attention.computed(length, shared) == pairs
+        assert attention.count_score_pairs(length, shared) == pairs
 
 
 def test_backwards_it_holds_the_scores_of_one_block():
@@ -189,7 +189,7 @@ def test_scores_too_large_for_bfloat16_stay_exact():
 def test_rotate_turns_each_pair_by_its_angle(rng):
     x = rng.normal(size=(1, 3, 2, 6)).astype(np.float32)
     position = np.array([[0, 5, 1]], np.int32)
-    cos, sin = rotary.angles(position, rotary.frequencies(rotary.Rotary(100.0), 6))
+    cos, sin = rotary.compute_angles(position, rotary.frequencies(rotary.Rotary(100.0), 6))
     turned = np.asarray(rotary.rotate(x, cos, sin))
     for t, h, i in np.ndindex(3, 2, 3):
         angle = position[0, t] * 100.0 ** (-2 * i / 6)

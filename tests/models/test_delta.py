@@ -43,15 +43,15 @@ def by_token(q, k, v, decay, rate, segment, state):
 def test_chunks_give_what_single_tokens_do(rng, lengths):
     segment, given = np.repeat(np.arange(len(lengths)), lengths), arguments(rng)
     expected, last = by_token(*given, segment, np.zeros((R, N, G, A, W)))
-    run = delta.runs(jnp.broadcast_to(jnp.asarray(segment, jnp.int32), (R, T)))
-    found, state = jax.jit(delta.recurrence)(*(jnp.asarray(x, jnp.float32) for x in given), run, None)
+    run = delta.number_runs(jnp.broadcast_to(jnp.asarray(segment, jnp.int32), (R, T)))
+    found, state = jax.jit(delta.run_delta_rule)(*(jnp.asarray(x, jnp.float32) for x in given), run, None)
     np.testing.assert_allclose(found, expected, atol=2e-6)
     np.testing.assert_allclose(state, last, atol=2e-6)
 
 
 def test_a_row_in_parts_gives_what_it_does_at_once(rng):
     given = [jnp.asarray(x, jnp.float32) for x in arguments(rng)]
-    recurrence = jax.jit(delta.recurrence)
+    recurrence = jax.jit(delta.run_delta_rule)
     whole, last = recurrence(*given, jnp.zeros((R, T), jnp.int32), None)
     state, parts = jnp.zeros((R, N, G, A, W)), []
     for start, stop in ((0, 70), (70, 71), (71, 150)):
@@ -67,14 +67,14 @@ def test_equal_keys_do_not_blow_up():
     unit = jnp.zeros((1, 128, 1, 4)).at[..., 0].set(1.0)
     v = jnp.arange(128.0).reshape(1, 128, 1, 1, 1)
     zeros = jnp.zeros((1, 128, 1, 1))
-    found, _ = jax.jit(delta.recurrence)(unit, unit, v, zeros, zeros + 1.0, jnp.zeros((1, 128), jnp.int32), None)
+    found, _ = jax.jit(delta.run_delta_rule)(unit, unit, v, zeros, zeros + 1.0, jnp.zeros((1, 128), jnp.int32), None)
     np.testing.assert_allclose(found, v)  # each value replaces the one before
 
 
 def test_the_convolution_sees_no_other_segment(rng):
     x, kernel = rng.normal(size=(1, 12, 5)).astype(np.float32), rng.normal(size=(5, 4)).astype(np.float32)
     segment = jnp.asarray([[1, 1, 1, 1, 1, 2, 2, 3, 3, 3, 0, 0]], jnp.int32)
-    found = delta.convolved(jnp.pad(x, [(0, 0), (3, 0), (0, 0)]), jnp.asarray(kernel), delta.runs(segment))
+    found = delta.convolve(jnp.pad(x, [(0, 0), (3, 0), (0, 0)]), jnp.asarray(kernel), delta.number_runs(segment))
     expected = [
         np.stack([np.convolve(part[:, c], kernel[c, ::-1])[: len(part)] for c in range(5)], axis=1)
         for part in np.split(x[0], [5, 7, 10])
@@ -123,7 +123,7 @@ def test_memory_grows_with_tokens_not_with_states():
         run = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
         def loss(given, run):
-            return jnp.sum(delta.recurrence(*given, run, None)[0] ** 2)
+            return jnp.sum(delta.run_delta_rule(*given, run, None)[0] ** 2)
 
         return jax.jit(jax.grad(loss)).lower(given, run).compile().memory_analysis().temp_size_in_bytes
 

@@ -90,7 +90,7 @@ def test_the_form_for_accelerators_is_that_for_cpus(rng, name, chosen):
     expert = rng.integers(0, chosen, 3 * N)
     sizes, order = np.bincount(expert, minlength=E), np.argsort(expert, kind="stable")
 
-    args = expert_products.joined_kernels(kernels), (rows, weight), jnp.asarray(sizes), jnp.asarray(order)
+    args = expert_products.join_kernels(kernels), (rows, weight), jnp.asarray(sizes), jnp.asarray(order)
     how = expert_products.expert_function((cfg, None), 3)
 
     def run(cpu, *args):
@@ -225,7 +225,7 @@ def graded(config, mesh_shape, tokens, segment, position, **settings):
     model = decoder.Decoder(
         cfg,
         constrain=sharding.constrain_to_rows(mesh),
-        attend=sequence_parallel.exchanged(make_plain(**decoder.attention_settings(cfg)), mesh),
+        attend=sequence_parallel.exchange_positions(make_plain(**decoder.attention_settings(cfg)), mesh),
         lookup=modules.make_lookup(mesh),
         mix=experts.make_mix(mesh),
         **settings,

@@ -102,9 +102,9 @@ def test_values_may_have_another_size_than_keys(rng, kernel, sizes):
 
 
 def test_a_window_as_long_as_the_longest_trajectory_is_none(rng):
-    assert needs(windows=(None, 50), longest=51).reach == needs(windows=(None, 50)).reach == (None, 50)
+    assert needs(windows=(None, 50), longest=51).used_windows == needs(windows=(None, 50)).used_windows == (None, 50)
     asked = needs(windows=(None, 50), longest=50)
-    assert asked.reach == (None, None)
+    assert asked.used_windows == (None, None)
     assert_agree(rng, "pallas", asked, kind=1, T=128, longest=50, exact=needs(windows=(None, 50)))
 
 
@@ -138,7 +138,7 @@ def test_a_whole_model_with_two_kinds_of_layers(hf_config, rng, quick_compilatio
     asked = Needs(
         **decoder.attention_settings(cfg), head_dim=cfg.head_dim, dtype="float32", one_segment=False, longest=70
     )
-    assert len(set(asked.reach)) == 2 and asked.softcap is not None
+    assert len(set(asked.used_windows)) == 2 and asked.softcap is not None
     values = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=jnp.float32))(jax.random.key(0))
     tokens = rng.integers(0, cfg.vocab_size, (2, 100)).astype(np.int32)
     segment = np.repeat([[1, 2, 0], [1, 2, 3]], [70, 20, 10], axis=1).astype(np.int32)

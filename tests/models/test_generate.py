@@ -44,20 +44,20 @@ def left(logits, top_k, top_p, min_p=0.0):
 def test_what_is_left_is_what_the_rule_says(top_k, top_p, min_p):
     logits = np.random.default_rng(0).normal(0, 2, (6, 11)).astype(np.float32)
     numbers = np.int32(top_k), np.float32(top_p), np.float32(min_p)
-    found = jax.nn.softmax(generate.likeliest(jnp.asarray(logits), *numbers), axis=-1)
+    found = jax.nn.softmax(generate.keep_likeliest(jnp.asarray(logits), *numbers), axis=-1)
     np.testing.assert_allclose(found, [left(row, top_k, top_p, min_p) for row in logits], atol=1e-6)
 
 
 def test_top_p_is_a_share_of_what_min_p_leaves():
     """Of 0.5, 0.2, 0.2, 0.1 a min_p of 0.3 leaves 0.5, 0.2, 0.2; half of these 0.9 is the first alone."""
     logits = jnp.log(jnp.array([[0.5, 0.2, 0.2, 0.1]]))
-    found = [generate.likeliest(logits, np.int32(-1), np.float32(0.54), np.float32(m))[0] for m in (0.0, 0.3)]
+    found = [generate.keep_likeliest(logits, np.int32(-1), np.float32(0.54), np.float32(m))[0] for m in (0.0, 0.3)]
     assert [int((row > heads.NO_TOKEN).sum()) for row in found] == [3, 1]  # 0.54 of 1.0 needs a second, and its equal
 
 
 def test_nothing_is_cut_from_a_flat_tail_where_both_are_off():
     logits = jnp.concatenate([jnp.zeros((1, 1)), jnp.full((1, 200_000), -30.0)], axis=1)
-    assert np.array_equal(generate.likeliest(logits, np.int32(-1), np.float32(1.0), np.float32(0.0)), logits)
+    assert np.array_equal(generate.keep_likeliest(logits, np.int32(-1), np.float32(1.0), np.float32(0.0)), logits)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_rows_go_on_until_enough_of_them_are_free(enough, turns, taken):
         choice(),
         enough,
         ends=(),
-        turns=turns,
+        steps=turns,
         cut=False,
     )
     assert slots.last.tolist() == [min(taken, until) for until in (2, 3, 7)]
@@ -135,6 +135,6 @@ def test_kept_tokens_are_those_that_are_left():
     """Two of four, all of them, and more than there is room for."""
     left = jnp.array([[0.0, 2.0, 1.0, 3.0], [0.0, 2.0, 1.0, 3.0], [0.0, 2.0, 1.0, 3.0]])
     logits = jnp.where(jnp.array([[0, 1, 0, 1], [1, 1, 1, 1], [1, 1, 0, 1]]) > 0, left, heads.NO_TOKEN)
-    found = generate.kept_of(logits, 4, 2).tolist()
+    found = generate.kept_tokens(logits, 4, 2).tolist()
     assert [sorted(row) for row in found] == [[1, 3], [-1, -1], sorted([OVERFLOW, -1])] and found[2][0] == OVERFLOW
-    assert generate.kept_of(logits[:1], 4, 3).tolist() == [[3, 1, -1]]
+    assert generate.kept_tokens(logits[:1], 4, 3).tolist() == [[3, 1, -1]]

@@ -150,7 +150,7 @@ def loaded(directory, method, mesh=None, dtype="float32"):
 
 def plain(model):
     """The same model with its base decoded."""
-    params = jax.tree.map(kernels.dequantized, model.base.params, is_leaf=kernels.is_quantized)
+    params = jax.tree.map(kernels.dequantize, model.base.params, is_leaf=kernels.is_quantized)
     return lora.join(model.learned, lora.Base(params, model.base.scale))
 
 

@@ -30,9 +30,9 @@ def adapted(directory, how, *, head="lm", seed=0):
 
 
 def test_equations():
-    assert lora.equations("rtd,dha->rtha") == ("rtd,dz->rtz", "rtz,zha->rtha")
-    assert lora.equations("rtha,had->rtd") == ("rtha,haz->rtz", "rtz,zd->rtd")
-    assert lora.equations("rtf,fd->rtd") == ("rtf,fz->rtz", "rtz,zd->rtd")
+    assert lora.adapter_equations("rtd,dha->rtha") == ("rtd,dz->rtz", "rtz,zha->rtha")
+    assert lora.adapter_equations("rtha,had->rtd") == ("rtha,haz->rtz", "rtz,zd->rtd")
+    assert lora.adapter_equations("rtf,fd->rtd") == ("rtf,fz->rtz", "rtz,zd->rtd")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_gradient_of_adapters_is_that_of_the_merged_model(checkpoint, rng, n
 
     grad = jax.jit(jax.grad(lambda learned: loss(lora.variables(lora.join(learned, model.base)))))(model.learned)
     table = params.table(cfg, head="lm")
-    parts = {e.path: lora.parts(e, model) for e in table}
+    parts = {e.path: lora.kernel_and_adapter(e, model) for e in table}
     merged = params.tree(
         table, lambda e: parts[e.path][0] if parts[e.path][1] is None else lora.merge(e, *parts[e.path])
     )
@@ -183,8 +183,8 @@ def test_adapters_of_experts_have_the_names_and_shapes_of_linear_layers(checkpoi
 
 def test_dropout_zeroes_its_share_and_keeps_the_mean():
     x = jnp.ones((1, 64, 4, 32))
-    seeds = lora.scrambled(np.arange(64, dtype=np.uint32)).reshape(1, 64)
-    found = np.asarray(lora.dropped(x, jnp.asarray(seeds), jnp.float32(0.3)))
+    seeds = lora.hash_32_bits(np.arange(64, dtype=np.uint32)).reshape(1, 64)
+    found = np.asarray(lora.drop_elements(x, jnp.asarray(seeds), jnp.float32(0.3)))
     assert set(np.unique(found)) == {0.0, np.float32(1 / np.float32(1 - np.float32(0.3)))}
     share = (found == 0).mean()
     assert abs(share - 0.3) < 4 * (0.3 * 0.7 / found.size) ** 0.5

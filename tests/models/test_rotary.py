@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from jppo import settings
-from jppo.learner.make import read_models_of_run
 from jppo.learner.sharding import mesh_of_shape
 from jppo.models import config_reader, hf
 from jppo.models.rotary import frequencies
 from jppo.rollout.make import inprocess_settings
+from jppo.run.make import read_models_of_run
 from tests.make import assert_close, logits, typed
 from tests.models.conftest import config_of
 

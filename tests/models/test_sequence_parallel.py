@@ -37,7 +37,10 @@ def states(cfg, mesh, how, kernel="xla"):
     )
     attend = fused.make_attention(kernel, needs, mesh=mesh, interpret=True)
     model = decoder.Decoder(
-        cfg, constrain=sharding.constrain_to_rows(mesh), attend=sequence_parallel.exchanged(attend, mesh), **how
+        cfg,
+        constrain=sharding.constrain_to_rows(mesh),
+        attend=sequence_parallel.exchange_positions(attend, mesh),
+        **how,
     )
     return lambda values, *rows: model.apply({"params": values}, *rows)
 
@@ -108,7 +111,7 @@ def test_attention_gets_keys_for_the_heads_of_each_device(heads, size, keys, see
         found.extend([k.shape, v.shape])
         return q
 
-    over_mesh = sequence_parallel.exchanged(attend, sharding.mesh_of_shape((1, 1, 1, 2)))
+    over_mesh = sequence_parallel.exchange_positions(attend, sharding.mesh_of_shape((1, 1, 1, 2)))
     q, k = (jax.ShapeDtypeStruct((1, T, n, size), jnp.float32) for n in (heads, keys))
     segment = jax.ShapeDtypeStruct((1, T), jnp.int32)
     out = jax.eval_shape(lambda q, k, v, segment: over_mesh(q, k, v, segment, 0), q, k, k, segment)
@@ -118,8 +121,10 @@ def test_attention_gets_keys_for_the_heads_of_each_device(heads, size, keys, see
 def test_keys_are_repeated_no_more_than_is_needed():
     x = jnp.arange(3.0).reshape(1, 1, 3, 1)
     for parts, expected in ((1, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 0, 1, 1, 2, 2]), (4, [0] * 4 + [1] * 4 + [2] * 4)):
-        assert sequence_parallel.repeated(x, 12, parts).reshape(-1).tolist() == expected
-    assert sequence_parallel.repeated(x, 6, 4).shape[2] == 3  # 4 divides no number of copies that 6 query heads share
+        assert sequence_parallel.repeat_heads(x, 12, parts).reshape(-1).tolist() == expected
+    assert (
+        sequence_parallel.repeat_heads(x, 6, 4).shape[2] == 3
+    )  # 4 divides no number of copies that 6 query heads share
 
 
 def test_each_group_of_devices_runs_loops_of_its_own():
@@ -133,10 +138,10 @@ def test_each_group_of_devices_runs_loops_of_its_own():
         return fn if not groups else lambda kernels, x: jnp.concatenate([fn(kernels, one[None]) for one in x])
 
     def of_groups(x):
-        return jax.vmap(lambda x: sequence_parallel.in_groups(spread, doubled)(None, x))(x)
+        return jax.vmap(lambda x: sequence_parallel.map_over_mesh(spread, doubled)(None, x))(x)
 
     x = jnp.array([[3.0], [7.0], [128.0]])
-    for divided, together in ((contextlib.nullcontext(), True), (sequence_parallel.divided("data"), False)):
+    for divided, together in ((contextlib.nullcontext(), True), (sequence_parallel.divide_rows("data"), False)):
         with divided:
             assert of_groups(x).tolist() == [[192.0], [112.0], [128.0]]
             assert ("bool[3]" in str(jax.make_jaxpr(of_groups)(x))) == together
@@ -145,4 +150,4 @@ def test_each_group_of_devices_runs_loops_of_its_own():
 @pytest.mark.parametrize("size, axes", [(8, "abc"), (4, "ab"), (6, "a"), (5, ""), (0, "abc")])
 def test_as_many_axes_divide_a_size_as_can(size, axes):
     mesh = types.SimpleNamespace(shape=dict(a=2, b=2, c=2))
-    assert "".join(sequence_parallel.dividing(mesh, ("a", "b", "c"), size)) == axes
+    assert "".join(sequence_parallel.fit_axes(mesh, ("a", "b", "c"), size)) == axes

@@ -18,6 +18,7 @@ from jppo.forecast.account import Account
 from jppo.learner.make import make_mesh
 from jppo.preflight import checks, memory_budget, preview, programs
 from jppo.preflight.programs import Estimate, ProgramMemory, exchange_lines
+from jppo.preflight.request import DryRun, read_request
 from jppo.run.inputs import read_inputs
 from tests.make import typed
 from tests.test_resume import again, untimed
@@ -39,16 +40,16 @@ GIB = 2**30
 )
 def test_what_cannot_be_is_said(switches, said):
     with pytest.raises(UserError, match=said):
-        preview.read_request(switches, "jppo.train", [])
+        read_request(switches, "jppo.train", [])
 
 
 def test_nothing_is_asked_for_by_default():
-    assert preview.read_request({}, "jppo.train", []) == preview.DryRun()
+    assert read_request({}, "jppo.train", []) == DryRun()
 
 
 def test_a_file_that_cannot_be_written_is_said(tmp_path):
     with pytest.raises(UserError, match="cannot be written: Is a directory; name another file"):
-        preview.DryRun(json=str(tmp_path)).write({})
+        DryRun(json=str(tmp_path)).write({})
 
 
 @pytest.mark.parametrize(
@@ -180,10 +181,10 @@ def test_fine_tuning_counts_the_exchange_of_gradients_between_groups(monkeypatch
         asked.append(executions.by_program)
         return ""
 
-    monkeypatch.setattr(preview, "of_estimate", report)
+    monkeypatch.setattr(preview, "report_estimate", report)
     checks.dry_run_of_one_model(
         typed(settings.sft_default()),
-        preview.DryRun(machines.parse_machine("4x8xH100")),
+        DryRun(machines.parse_machine("4x8xH100")),
         lambda c, request: SimpleNamespace(mesh=None),
         lambda c, task: (Estimate({}, moments), 3),
         lambda task, micro_batches: ([], {"sft gradient": micro_batches, "sft step": 1}),
@@ -296,7 +297,7 @@ def test_a_run_takes_what_fits_records_it_and_a_resumed_one_keeps_it(small_run, 
 
 
 def test_a_dry_run_chooses_by_this_machine(small_run):
-    c, chosen = preview.settled(asking(small_run), read_inputs(typed(small_run)), make_mesh(typed(small_run)))
+    c, chosen = preview.resolve_auto(asking(small_run), read_inputs(typed(small_run)), make_mesh(typed(small_run)))
     assert c.model.remat == "none" and chosen == [
         f"chosen by memory model.remat=none, actor.max_tokens_per_device={c.actor.max_tokens_per_device}"
     ]

@@ -23,16 +23,16 @@ def only(found):
 
 
 def test_the_folder_is_really_written_to_and_left_as_it_was(tmp_path):
-    assert only(machine.writable("permission", tmp_path / "a/b")).verdict == "OK"
+    assert only(machine.check_writable("permission", tmp_path / "a/b")).verdict == "OK"
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "kept").mkdir()
-    assert only(machine.writable("permission", tmp_path / "kept")).verdict == "OK"
+    assert only(machine.check_writable("permission", tmp_path / "kept")).verdict == "OK"
     assert list(tmp_path.iterdir()) == [tmp_path / "kept"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    found = only(machine.writable("permission", tmp_path / "file/run"))
+    found = only(machine.check_writable("permission", tmp_path / "file/run"))
     assert found.verdict == "FAIL" and "Not a directory" in found.found
     assert (tmp_path / "file").is_file()
 
@@ -41,23 +41,23 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def test_disk_must_hold_one_checkpoint_more_than_are_kept(monkeypatch, tmp_path, free, verdict):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free * GIB))
     # 3 checkpoints of 2 GiB, 2 of the model, a quarter of logs: 8.25
-    found = only(machine.disk(tmp_path / "not/yet", checkpoint=2 * GIB, keep=2, export=2 * GIB))
+    found = only(machine.check_disk(tmp_path / "not/yet", checkpoint=2 * GIB, keep=2, export=2 * GIB))
     assert found.verdict == verdict and "3 checkpoints of 2.00 GiB" in found.found
 
 
 def test_two_copies_of_the_weights_must_fit_where_they_are_handed_over(monkeypatch, tmp_path):
-    nameless = only(machine.shared_memory("", named=False, weights=GIB))
+    nameless = only(machine.check_publish_room("", in_dev_shm=False, weights=GIB))
     assert nameless.verdict == "OK" and "2.00 GiB" in nameless.found
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * GIB))
-    assert only(machine.shared_memory(str(tmp_path), named=False, weights=GIB)).verdict == "OK"
-    assert only(machine.shared_memory(str(tmp_path), named=False, weights=2 * GIB)).verdict == "FAIL"
-    missing = only(machine.shared_memory(str(tmp_path / "none"), named=False, weights=1))
+    assert only(machine.check_publish_room(str(tmp_path), in_dev_shm=False, weights=GIB)).verdict == "OK"
+    assert only(machine.check_publish_room(str(tmp_path), in_dev_shm=False, weights=2 * GIB)).verdict == "FAIL"
+    missing = only(machine.check_publish_room(str(tmp_path / "none"), in_dev_shm=False, weights=1))
     assert missing.verdict == "FAIL" and "is not a folder" in missing.found
 
 
 def test_memory_is_said_by_its_largest_parts():
     parts = {"policy": GIB, "cache": 3 * GIB, "batch": 1, "temporaries": 2 * GIB}
-    found = list(machine.rooms([MemoryBudget("here", parts, 4 * GIB), MemoryBudget("there", parts, None)]))
+    found = list(machine.check_memory([MemoryBudget("here", parts, 4 * GIB), MemoryBudget("there", parts, None)]))
     assert [one.verdict for one in found] == ["FAIL", "OK"]
     assert "6.0 GiB of 4.0; most of it cache 3.00, temporaries 2.00, policy 1.00" in found[0].found
     assert "model.remat" in found[0].remedy
@@ -69,11 +69,11 @@ def test_a_port_that_is_taken(config):
         taken.listen()
         config.rollout.port = taken.getsockname()[1]
         with pytest.raises(UserError, match="cannot be used"):
-            list(machine.ports(typed(config)))
+            list(machine.check_server_ports(typed(config)))
         config.rollout.urls = "http://elsewhere:1"
-        assert "lists running servers" in only(machine.ports(typed(config))).found
+        assert "lists running servers" in only(machine.check_server_ports(typed(config))).found
     config.rollout.urls, config.rollout.port = "", 0
-    assert only(machine.ports(typed(config))).verdict == "OK"
+    assert only(machine.check_server_ports(typed(config))).verdict == "OK"
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_a_port_that_is_taken(config):
     ],
 )
 def test_the_clock_is_after_the_package(now, verdict):
-    assert only(machine.clock(now, newest=1_800_000_000)).verdict == verdict
+    assert only(machine.check_clock(now, newest=1_800_000_000)).verdict == verdict
 
 
 def test_a_clock_that_stands_still(monkeypatch):
     monkeypatch.setattr(machine.time, "monotonic", lambda: 7.0)
-    assert only(machine.clock(1.8e9, newest=1.8e9)).verdict == "FAIL"
+    assert only(machine.check_clock(1.8e9, newest=1.8e9)).verdict == "FAIL"
 
 
 def test_the_package_is_of_today_or_before():
@@ -121,5 +121,5 @@ def test_a_folder_with_another_run(config, tmp_path):
 
 
 def test_the_nearest_folder_that_is_there(tmp_path):
-    assert machine.existing(tmp_path / "a/b/c") == tmp_path
-    assert machine.existing(pathlib.Path("/")) == pathlib.Path("/")
+    assert machine.nearest_existing(tmp_path / "a/b/c") == tmp_path
+    assert machine.nearest_existing(pathlib.Path("/")) == pathlib.Path("/")

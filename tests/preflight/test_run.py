@@ -16,8 +16,8 @@ from jppo.preflight import machine, memory, memory_budget
 from jppo.preflight.finding import GIB, Finding, examine
 from jppo.preflight.memory_budget import MemoryBudget
 from jppo.preflight.programs import Estimate, ProgramMemory
-from jppo.rollout import make as rollout
 from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers import make as rollout
 from tests.make import typed
 
 ESTIMATE = Estimate(parts={"all": 1}, moments=(ProgramMemory("log-probs", 0, 0),))

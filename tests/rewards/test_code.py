@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from jppo.rewards.code import code, read_tests, refused
+from jppo.rewards.code import code, read_tests, refusal_reason
 from jppo.sandbox import launcher
 from jppo.sandbox.choice import probe
 from jppo.sandbox.program import PASSED
@@ -104,7 +104,7 @@ def test_many_tests_that_do_not_end_in_time_are_an_error_and_no_zero():
 def test_a_truth_without_tests_is_an_error_and_no_row_is_left_out_for_it(truth):
     with pytest.raises(ValueError, match="ground_truth="):
         read_tests(truth)
-    assert refused(truth) == ""
+    assert refusal_reason(truth) == ""
 
 
 def test_a_program_sees_neither_the_environment_nor_its_arguments(monkeypatch):

@@ -28,7 +28,7 @@ from jppo.rewards.classifier import (
     JaxRewardModel,
     choose_engine,
     compiled_lengths,
-    converted,
+    convert_weights,
     read_classifier,
     without_padding,
 )
@@ -220,8 +220,8 @@ def test_sharded_over_a_mesh_the_scores_are_the_same(made, quick_compilation):
 
 
 def test_few_shapes_are_compiled(made, quick_compilation, monkeypatch):
-    traced, real = [], classifier._scores  # a function is traced once for each program
-    monkeypatch.setattr(classifier, "_scores", lambda *given: traced.append(given[-2].shape) or real(*given))
+    traced, real = [], classifier._compute_scores  # a function is traced once for each program
+    monkeypatch.setattr(classifier, "_compute_scores", lambda *given: traced.append(given[-2].shape) or real(*given))
     path, _ = made("qwen2")
     what, _ = opened(path)
     assert compiled_lengths(300) == [64, 128, 256, 300]
@@ -525,7 +525,7 @@ def test_what_a_library_prints_is_no_message_of_the_worker(monkeypatch, capfdbin
         raise model_worker.Refused("no model")
 
     monkeypatch.setattr(model_worker, "load_classifier", load)
-    monkeypatch.setattr(model_worker, "_end_with", lambda parent: None)
+    monkeypatch.setattr(model_worker, "_exit_with_parent", lambda parent: None)
     fdopen, files = os.fdopen, []
     monkeypatch.setattr(model_worker.os, "fdopen", lambda *args: files.append(fdopen(*args)) or files[0])
     output = os.dup(1)
@@ -564,11 +564,11 @@ def test_a_causal_model_with_a_value_head_scores_as_the_classifier(tmp_path, hea
         torch.save(tensors, folder / file)
     else:
         files_of_torch.save_file(tensors, folder / file, metadata={"format": "pt"})
-    copy = converted(folder, python=sys.executable, cache=str(tmp_path / "cache"))
+    copy = convert_weights(folder, python=sys.executable, cache=str(tmp_path / "cache"))
     what = read_classifier(str(folder), tokenizer=load_tokenizer(str(folder)), max_length=64, directory=copy)
     found = JaxRewardModel(what, batch_size=2, max_length=64).score([[1, 7, 8, 9], [1, 5]])
     np.testing.assert_allclose(found, [logit(model, [1, 7, 8, 9]), logit(model, [1, 5])], rtol=1e-4, atol=1e-5)
-    assert converted(folder, python="/no/python", cache=str(tmp_path / "cache")) == copy  # made once
+    assert convert_weights(folder, python="/no/python", cache=str(tmp_path / "cache")) == copy  # made once
 
 
 def test_the_converter_writes_a_classifier_to_the_folder_that_it_is_given(tmp_path, monkeypatch):
@@ -589,15 +589,15 @@ def test_the_converter_writes_a_classifier_to_the_folder_that_it_is_given(tmp_pa
 def test_pytorch_weights_are_converted_once_and_run_no_code(tmp_path):
     folder = tmp_path / "deberta"
     model = make_model(folder, "deberta-v2")
-    assert converted(folder, python=sys.executable, cache=str(tmp_path / "cache")) == folder
+    assert convert_weights(folder, python=sys.executable, cache=str(tmp_path / "cache")) == folder
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    copy = converted(folder, python=sys.executable, cache=str(tmp_path / "cache"))
+    copy = convert_weights(folder, python=sys.executable, cache=str(tmp_path / "cache"))
     loaded = model_worker.load_classifier(str(copy), device="cpu", dtype="float32")
     np.testing.assert_allclose(model_worker.score(loaded, [[1, 7, 8, 2]]), [logit(model, [1, 7, 8, 2])], rtol=1e-5)
     torch.save({"score.weight": Hostile(tmp_path / "hit")}, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"reward.model.path=.*cannot be converted to safetensors: .*"):
-        converted(folder, python=sys.executable, cache=str(tmp_path / "cache"))
+        convert_weights(folder, python=sys.executable, cache=str(tmp_path / "cache"))
     assert not (tmp_path / "hit").exists()
 
 

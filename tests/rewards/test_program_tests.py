@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jppo.rewards.code import NATIVE, code, read_tests, refused, suspicious
+from jppo.rewards.code import NATIVE, code, read_tests, refusal_reason, suspicious
 from jppo.sandbox.reader import Reading
 from tests.rewards import graded
 
@@ -26,11 +26,11 @@ def native(program, tests, folder):
 
 
 def differing(pairs, folder):
-    return [pair for pair in pairs if not refused(pair[1]) and verdict(*pair) != native(*pair, folder)]
+    return [pair for pair in pairs if not refusal_reason(pair[1]) and verdict(*pair) != native(*pair, folder)]
 
 
 def earning(pairs):
-    return [pair for pair in pairs if not refused(pair[1]) and verdict(*pair, time_s=8.0) != 0.0]
+    return [pair for pair in pairs if not refusal_reason(pair[1]) and verdict(*pair, time_s=8.0) != 0.0]
 
 
 def test_honest_programs(tmp_path):
@@ -50,12 +50,12 @@ def test_random_pairs(tmp_path):
 
 def test_most_rows_of_honest_programs_are_graded():
     blocks = [tests for _, tests in graded.honest()]
-    assert sum(bool(refused(tests)) for tests in blocks) <= len(blocks) // 10
-    assert not any(refused(tests) for _, tests in graded.random_pairs(8, 2000))
+    assert sum(bool(refusal_reason(tests)) for tests in blocks) <= len(blocks) // 10
+    assert not any(refusal_reason(tests) for _, tests in graded.random_pairs(8, 2000))
 
 
 def test_native_tests_have_pythons_verdict_on_everything(tmp_path):
-    pairs = [pair for pair in graded.honest() if refused(pair[1])]
+    pairs = [pair for pair in graded.honest() if refusal_reason(pair[1])]
     assert len(pairs) > 5
     assert [pair for pair in pairs if verdict(*pair, tests_in=NATIVE) != native(*pair, tmp_path)] == []
     assert verdict("import os\nos._exit(0)", "assert f(1) == 2", tests_in=NATIVE) == 1.0, "a program can cheat there"
@@ -120,7 +120,7 @@ def test_names_that_tests_take_from_the_program(tests, asked):
     ],
 )
 def test_a_function_may_have_a_capital_letter(program, tests):
-    assert refused(tests) == "" and verdict(program, tests) == 1.0
+    assert refusal_reason(tests) == "" and verdict(program, tests) == 1.0
 
 
 LIES = "isclose = sqrt = Counter = approx = lambda *a, **k: 0\nclass math: isclose = staticmethod(lambda *a: True)\n"
@@ -139,7 +139,7 @@ LIES = "isclose = sqrt = Counter = approx = lambda *a, **k: 0\nclass math: isclo
     ],
 )
 def test_names_of_libraries_come_from_the_libraries(tests, right):
-    assert refused(tests) == "" and verdict(LIES + "def f(x): return x + 1", tests) == right
+    assert refusal_reason(tests) == "" and verdict(LIES + "def f(x): return x + 1", tests) == right
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_names_of_libraries_come_from_the_libraries(tests, right):
     ],
 )
 def test_tests_that_strict_leaves_out(tests, why):
-    assert why in refused(tests)
+    assert why in refusal_reason(tests)
 
 
 @pytest.mark.parametrize(

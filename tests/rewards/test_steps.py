@@ -14,7 +14,7 @@ from jppo import settings, train
 from jppo.errors import UserError
 from jppo.learner import sharding, state
 from jppo.models import hf
-from jppo.rewards.classifier import JaxRewardModel, converted, read_classifier
+from jppo.rewards.classifier import JaxRewardModel, convert_weights, read_classifier
 from jppo.rewards.model import StepPart, Texts
 from jppo.rewards.model_process import TransformersRewardModel
 from jppo.rewards.parts import RewardSum, Sample, parse_weights
@@ -174,7 +174,8 @@ def test_a_value_head_is_read_at_every_step_with_its_bias(tmp_path, quick_compil
     with torch.no_grad():
         model.score.bias.add_(0.5)
     copies = [
-        converted(source, python=sys.executable, cache=str(tmp_path / "c"), steps=steps) for steps in (True, False)
+        convert_weights(source, python=sys.executable, cache=str(tmp_path / "c"), steps=steps)
+        for steps in (True, False)
     ]
     assert copies[0] != copies[1]
     what, _ = opened(source, directory=copies[0])
@@ -216,7 +217,7 @@ def test_certain_scores_a_text_without_steps_and_one_without_tokens(folder):
     assert (empty.score, empty.earned, empty.parts, empty.error) == (0.0, (), {"steps": 0.0}, None)
     assert (check.score, check.earned) == (0.5, ())
     reward_sum = RewardSum({"rm_score": part}, parse_weights("rm_score=2", ["rm_score"]), score_on_error=None)
-    part._steps.odds = [[0.0, 0.0]]
+    part._step_model.odds = [[0.0, 0.0]]
     (found,) = reward_sum.testing().grade([sample("w1\n\nw2")])
     assert (found.score, found.earned) == (2.0, ((1, 1.0), (5, 1.0)))
     part.close()

@@ -55,7 +55,7 @@ def stages(fake):
 
     def finish(_):
         fake.active = False
-        for entries, data in fake.staging.take():
+        for entries, data in fake.staging.take_buckets():
             fake.model |= {e.name: np.frombuffer(data, e.dtype, e.nbytes // 4, e.offset) for e in entries}
 
     def state(body):
@@ -138,10 +138,10 @@ def test_a_server_restarted_during_the_update_waits_for_the_next_publish(made, f
     serve(fakes[0])
     stages(fakes[0])
     fakes[0].answers["/health"] = (200, None)
-    until(lambda: sampler.members[0].blank)
+    until(lambda: sampler.members[0].without_weights)
     assert not fakes[0].model and whole(sampler.generate(PROMPTS, SAMPLING, version=8)), "the other one answers"
     sampler.load(changed(2).items(), version=9)
-    assert all(member.up and not member.blank for member in sampler.members)
+    assert all(member.up and not member.without_weights for member in sampler.members)
     assert all(has(fake, changed(2)) for fake in fakes)
 
 
@@ -158,7 +158,7 @@ def test_a_tensor_that_is_overwritten_before_it_is_sent_waits_too(made, fakes, m
         fakes[0].answers["/health"] = (503, None)
         until(lambda: not sampler.members[0].up)
         fakes[0].answers["/health"] = (200, None)
-        until(lambda: sampler.members[0].blank)
+        until(lambda: sampler.members[0].without_weights)
     sampler.load(changed(2).items(), version=9)
     assert has(fakes[0], changed(2))
 
@@ -248,18 +248,18 @@ class TestStaging:
         made = self.staging(self.ENTRIES[:2], self.ENTRIES[2:])
         made.finish(8, layout.digest(self.ENTRIES))
         assert made.error is None
-        assert [(len(entries), data) for entries, data in made.take()] == [(2, "bytes"), (3, "bytes")]
-        assert made.take() == [] and made.error == "it is not complete"
+        assert [(len(entries), data) for entries, data in made.take_buckets()] == [(2, "bytes"), (3, "bytes")]
+        assert made.take_buckets() == [] and made.error == "it is not complete"
 
     def test_nothing_incomplete_is_taken(self):
-        assert self.staging(self.ENTRIES).take() == []
-        assert Staging(SHAPES).take() == []
+        assert self.staging(self.ENTRIES).take_buckets() == []
+        assert Staging(SHAPES).take_buckets() == []
 
     @pytest.mark.parametrize("change", [{"crc32": 5}, {"dtype": "float16"}])
     def test_other_tensors_than_were_sent_are_refused(self, change):
         made = self.staging([dataclasses.replace(self.ENTRIES[0], **change)], self.ENTRIES[1:])
         made.finish(8, layout.digest(self.ENTRIES))
-        assert "digest" in made.error and made.take() == []
+        assert "digest" in made.error and made.take_buckets() == []
 
     def test_tensors_in_another_order_are_refused(self):
         made = self.staging(self.ENTRIES[2:], self.ENTRIES[:2])
@@ -274,13 +274,13 @@ class TestStaging:
     def test_nothing_heals_a_refused_publish(self):
         made = self.staging(self.ENTRIES[:2], self.ENTRIES[:1], self.ENTRIES)
         made.finish(8, layout.digest(self.ENTRIES))
-        assert made.error.startswith("w0 given twice") and made.take() == []
+        assert made.error.startswith("w0 given twice") and made.take_buckets() == []
 
     def test_a_bucket_after_the_end_is_refused(self):
         made = self.staging(self.ENTRIES)
         made.finish(8, layout.digest(self.ENTRIES))
         made.add(8, [], lambda: None)
-        assert made.error and made.take() == []
+        assert made.error and made.take_buckets() == []
 
 
 HOST = """

@@ -98,11 +98,11 @@ def way(request, fakes, settings, monkeypatch):
     if carrier == "nccl":
         lib = request.getfixturevalue("library")
         made = device_carriers.Nccl(lambda: communicator(lib), jax.devices()[0])
-        monkeypatch.setattr(device_carriers, "on_first_gpu", lambda: made)
+        monkeypatch.setattr(device_carriers, "make_nccl_carrier", lambda: made)
     elif carrier == "ipc":
         gpus = request.getfixturevalue("gpu")
         made = device_carriers.Ipc([(jax.devices()[1], gpus(1)), (jax.devices()[0], gpus(0))])
-        monkeypatch.setattr(device_carriers, "on_gpus", lambda: made)
+        monkeypatch.setattr(device_carriers, "make_ipc_carrier", lambda: made)
 
     def restart(fake):
         serve(fake)

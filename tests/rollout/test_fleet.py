@@ -148,12 +148,12 @@ def test_all_sleep_once_none_is_being_restarted(made, fakes):
     for fake in fakes:
         fake.answers |= dict.fromkeys(SLEEP, (200, {}))
     member = sampler.members[1]
-    member.server, member.mending = object(), True  # as one that was started here has it
+    member.server, member.in_repair = object(), True  # as one that was started here has it
     thread = threading.Thread(target=sampler.weights.sleep, args=(2,))
     thread.start()
     thread.join(0.2)
     assert thread.is_alive() and not asked(fakes[0], SLEEP)
-    member.server, member.mending = None, False
+    member.server, member.in_repair = None, False
     thread.join(60)
     assert [asked(fake, SLEEP) for fake in fakes] == [[SLEEP[0]]] * 2
 
@@ -323,7 +323,7 @@ def test_a_probe_reaches_a_server_that_has_far_more_to_do(made, fakes, monkeypat
     monkeypatch.setattr(router, "SLACK", 1)
     sampler = made()
     for member, busy in zip(sampler.members, (10, 0), strict=True):
-        member.under_way += busy
+        member.in_flight += busy
     probes = sampler.probe(PROMPTS[:2], dataclasses.replace(SAMPLING, n=1))
     assert {t.server for t in probes} == {fake.url for fake in fakes}
 
@@ -465,7 +465,7 @@ def test_a_request_whose_turn_has_passed_is_asked_again_though_others_keep_comin
     (_, good), first = fakes[0].answers[GENERATE], []
     fakes[0].answers[GENERATE] = (200, lambda b: good(b) if first else first.append(1) or fakes[0].hang.wait())
     future = sampler.start(PROMPTS * 2, SAMPLING)  # for almost five seconds
-    until(lambda: sampler.asked_again >= 1)
+    until(lambda: sampler.repeated_requests >= 1)
     assert not future.done() and len(asked(fakes[0], [GENERATE])) < 24
     future.result()
     assert sampler.restarts == 0
@@ -682,7 +682,7 @@ def test_a_server_whose_answer_to_resume_is_lost_while_it_is_looked_at_comes_bac
 
     def pause(_):
         let_go.set()
-        until(lambda: member.mending)  # which waits for the end of the update
+        until(lambda: member.in_repair)  # which waits for the end of the update
         return {}
 
     def lost(_):
@@ -696,7 +696,7 @@ def test_a_server_whose_answer_to_resume_is_lost_while_it_is_looked_at_comes_bac
     sampler.load(TENSORS.items(), version=8, mode="abort")
     fakes[1].answers[GENERATE] = (200, good)
     future.result()
-    until(lambda: member.up and not member.mending)
+    until(lambda: member.up and not member.in_repair)
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
 
 
@@ -782,9 +782,9 @@ def test_a_call_that_is_interrupted_leaves_nothing_under_way(made, fakes):
     for fake in fakes:
         del fake.answers[GENERATE]
     future = sampler.start(PROMPTS, SAMPLING)
-    until(lambda: sum(member.under_way for member in sampler.members) == 12)
+    until(lambda: sum(member.in_flight for member in sampler.members) == 12)
     assert future.cancel()
-    until(lambda: sum(member.under_way for member in sampler.members) == 0)
+    until(lambda: sum(member.in_flight for member in sampler.members) == 0)
 
 
 def test_a_closed_fleet_leaves_no_thread(made):

@@ -17,9 +17,9 @@ import pytest
 from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.delivery import wants_token
+from jppo.rollout.servers.delivery import needs_token
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault, attached_key
-from jppo.rollout.servers.guard import Guard, Key, foreign, new_key
+from jppo.rollout.servers.guard import Guard, Key, is_foreign, new_key
 from tests.rollout import nobody
 
 ROUTES = ("/health", "/metrics", "/openapi.json", "/v1/models", "/collective_rpc", "/pause", "/anything")
@@ -74,16 +74,16 @@ def test_another_user_gets_no_route(guarded):
 
 def test_the_trainer_is_let_in_and_knows_its_server(guarded):
     url, key = guarded
-    endpoint = Endpoint(url, timeout_s=10.0, why=str, key=key)
-    assert endpoint.get("/v1/models") == {"route": "/v1/models"} and endpoint.guarded()
+    endpoint = Endpoint(url, timeout_s=10.0, explain=str, key=key)
+    assert endpoint.get("/v1/models") == {"route": "/v1/models"} and endpoint.requires_key()
     assert asyncio.run(endpoint.ask("/generate", {})) == {"route": "/generate"}
-    asyncio.run(endpoint.look("/health"))
-    other = Endpoint(url, timeout_s=10.0, why=str, key=Key("another"))
+    asyncio.run(endpoint.check_async("/health"))
+    other = Endpoint(url, timeout_s=10.0, explain=str, key=Key("another"))
     for ask in (lambda: other.get("/v1/models"), lambda: asyncio.run(other.ask("/generate", {}))):
         with pytest.raises(ServerFault, match="does not prove that it has this run's JPPO_SERVER_TOKEN"):
             ask()
     with pytest.raises(RolloutError, match="with 401"):
-        Endpoint(url, timeout_s=10.0, why=str).get("/v1/models")
+        Endpoint(url, timeout_s=10.0, explain=str).get("/v1/models")
 
 
 def test_without_a_challenge_there_is_no_proof(guarded):
@@ -96,11 +96,11 @@ def test_without_a_challenge_there_is_no_proof(guarded):
 
 def test_a_server_without_a_guard_is_warned_of(guarded, capsys):
     url, key = guarded
-    api = types.SimpleNamespace(how="start it with jppo.serve")
-    assert wants_token(Endpoint(url, timeout_s=10.0, why=str, key=key), api)
+    api = types.SimpleNamespace(advice="start it with jppo.serve")
+    assert needs_token(Endpoint(url, timeout_s=10.0, explain=str, key=key), api)
     assert capsys.readouterr().err == ""
-    unguarded = types.SimpleNamespace(url="http://h:1", guarded=lambda: False)
-    assert not wants_token(unguarded, api)
+    unguarded = types.SimpleNamespace(url="http://h:1", requires_key=lambda: False)
+    assert not needs_token(unguarded, api)
     said = capsys.readouterr().err
     assert said.startswith("rollout: warning: the server at http://h:1 answers without a token")
     assert said.endswith("; start it with jppo.serve\n")
@@ -137,15 +137,15 @@ def test_who_took_over_the_port_of_a_server_hears_no_token(guarded, status):
         proof = reply.headers["X-Jppo-Proof"]  # of an earlier challenge
     assert proof == hmac.new(key.token.encode(), b"jppo server seen", hashlib.sha256).hexdigest()
     impostor = Impostor(status, proof)
-    endpoint = Endpoint(url, timeout_s=10.0, why=str, key=key)
+    endpoint = Endpoint(url, timeout_s=10.0, explain=str, key=key)
     endpoint.get("/v1/models")
-    endpoint.within(0.001).fault("broke off")  # the server died, which another request saw
+    endpoint.with_timeout(0.001).fault("broke off")  # the server died, which another request saw
     endpoint.url = impostor.url
     for ask in (
         lambda: endpoint.get("/v1/models"),
         lambda: endpoint.post("/pause"),
         lambda: asyncio.run(endpoint.ask("/generate", {})),
-        lambda: asyncio.run(endpoint.look("/health")),
+        lambda: asyncio.run(endpoint.check_async("/health")),
     ):
         with pytest.raises(ServerFault, match="does not prove"):
             ask()
@@ -174,14 +174,14 @@ def test_a_websocket_without_the_token_is_closed(monkeypatch):
 
 
 def test_foreign_origins():
-    assert not foreign(None, b"127.0.0.1:8000") and not foreign(b"http://127.0.0.1:8000", b"127.0.0.1:8000")
+    assert not is_foreign(None, b"127.0.0.1:8000") and not is_foreign(b"http://127.0.0.1:8000", b"127.0.0.1:8000")
     for origin in (b"http://evil.example", b"null", b"http://127.0.0.1:8001", b"", b"http://127.0.0.1:8000.evil"):
-        assert foreign(origin, b"127.0.0.1:8000")
+        assert is_foreign(origin, b"127.0.0.1:8000")
 
 
 def test_the_token_of_servers_that_are_attached_to_is_of_the_environment(monkeypatch):
     monkeypatch.delenv("JPPO_SERVER_TOKEN", raising=False)
-    assert attached_key().headers() == {} and attached_key().opened({}, {})
+    assert attached_key().headers() == {} and attached_key().is_proven({}, {})
     monkeypatch.setenv("JPPO_SERVER_TOKEN", "secret\n")
     key = attached_key()
     first, second = key.headers(), key.headers()

@@ -44,7 +44,7 @@ def made(fakes, settings, monkeypatch, engine, gpu):  # noqa: F811
         serve(fake)
         works(fake, [engine(rank) for rank in range(count)])
     carrier = device_carriers.Ipc([(jax.devices()[1], gpu(1)), (jax.devices()[0], gpu(0))])
-    monkeypatch.setattr(device_carriers, "on_gpus", lambda: carrier)
+    monkeypatch.setattr(device_carriers, "make_ipc_carrier", lambda: carrier)
     started = start_vllm(
         "model", "run", settings=settings(publish_via="ipc"), urls=[fake.url for fake in fakes],
         limits=ServerLimits(8.0, 5.0, 3), publish_dir="",
@@ -136,6 +136,6 @@ def test_the_library_of_these_tests_sees_a_missing_wait_and_a_copy_beyond_the_en
 
 def test_without_a_gpu_or_its_driver_the_setting_is_refused(monkeypatch):
     with pytest.raises(UserError, match=r"publish_via='ipc' shares memory of GPUs: JAX runs on a cpu; .* file or tcp"):
-        device_carriers.on_gpus()
+        device_carriers.make_ipc_carrier()
     with pytest.raises(transports.CudaError, match="the driver of CUDA cannot be used: /nowhere"):
         transports.CudaDevice(0, library="/nowhere/libcuda.so.1")

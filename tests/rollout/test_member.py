@@ -21,10 +21,11 @@ from jppo import settings as settings_room
 from jppo.errors import UserError
 from jppo.learner.make import make_mesh
 from jppo.models import config_reader
-from jppo.rollout.make import describe_servers, require_routing, server_threads, servers_gpu_share, with_servers
+from jppo.rollout.make import describe_servers, server_threads, servers_gpu_share, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import member
-from jppo.rollout.servers.member import Server, check_ports, telling
+from jppo.rollout.servers.make import require_routing
+from jppo.rollout.servers.member import Server, check_ports, relevant_lines
 from jppo.rollout.sglang import client as sglang
 from jppo.rollout.vllm.arguments import (
     LORA_RANKS,
@@ -501,7 +502,10 @@ def test_a_request_has_a_whole_timeout_from_its_turn_on(monkeypatch, answered, e
     """It is asked at 100 s, with a timeout of 10 s; its turn comes when both connections have answered others."""
     now, found = [100.0], []
     one = member.Member(
-        types.SimpleNamespace(timeout_s=10.0, late=LookupError), None, member.Inspected("policy", 99, ""), connections=2
+        types.SimpleNamespace(timeout_s=10.0, timeout_fault=LookupError),
+        None,
+        member.ServerFacts("policy", 99, ""),
+        connections=2,
     )
     one.requests = {"a", "b", "c"}
 
@@ -515,7 +519,7 @@ def test_a_request_has_a_whole_timeout_from_its_turn_on(monkeypatch, answered, e
         real = {name: getattr(asyncio, name) for name in ("ensure_future", "to_thread", "shield")}
         loop = types.SimpleNamespace(time=lambda: now[0])
         monkeypatch.setattr(member, "asyncio", types.SimpleNamespace(get_running_loop=lambda: loop, wait=wait, **real))
-        await one._wait(asyncio.get_running_loop().create_future(), "route", found.append)
+        await one._await(asyncio.get_running_loop().create_future(), "route", found.append)
 
     with contextlib.nullcontext() if answered < math.inf else pytest.raises(LookupError, match="route"):
         asyncio.run(run())
@@ -536,13 +540,13 @@ pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
   max_model_len is too long
 the server's process ended with code 1
 """
-    assert telling(log) == [
+    assert relevant_lines(log) == [
         "ValueError: No memory for the cache",
         "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
         "  max_model_len is too long",
         "the server's process ended with code 1",
     ]
-    assert telling("\n".join(map(str, range(40)))) == [str(i) for i in range(25, 40)]
+    assert relevant_lines("\n".join(map(str, range(40)))) == [str(i) for i in range(25, 40)]
 
 
 def test_room_for_adapters(settings):

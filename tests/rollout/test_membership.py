@@ -9,10 +9,10 @@ import pytest
 
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import UserError
-from jppo.rollout.make import attached
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import fleet, repair
+from jppo.rollout.servers.make import attached_urls
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.repair import address_lookup
 from jppo.rollout.vllm.client import GENERATE, start_vllm
@@ -47,7 +47,7 @@ def run(tmp_path, settings, monkeypatch):
         engines.append(
             start_vllm(
                 "model", "run", settings=settings(start_timeout_s=start_s, **changes), publish_dir="",
-                urls=attached(f"file:{file}", ALONE), limits=ServerLimits(600.0, health_s, 0),
+                urls=attached_urls(f"file:{file}", ALONE), limits=ServerLimits(600.0, health_s, 0),
             )
         )  # fmt: skip
         sampler = engines[-1].ready(eos_token_ids=[2], decode=str)
@@ -296,4 +296,4 @@ def test_where_the_addresses_are():
         with pytest.raises(UserError, match=r"must be file:PATH.* or dns://NAME:PORT"):
             texts.lookup_place(bad)
     with pytest.raises(UserError, match=r"looked up by one host, and this run has 2"):
-        attached("dns://name:8000", Hosts(0, 2))
+        attached_urls("dns://name:8000", Hosts(0, 2))

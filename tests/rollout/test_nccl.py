@@ -66,7 +66,7 @@ def engine(library, monkeypatch):
 
     def make(rank=0):
         class Engine(weight_engine.StagedEngine):
-            def _reload(self, *, weights_iterator):
+            def _reload_weights(self, *, weights_iterator):
                 self.loaded = {name: tensor.clone() for name, tensor in weights_iterator}
 
         parallel = types.SimpleNamespace(data_parallel_index=0, world_size=2, rank=rank)
@@ -205,7 +205,7 @@ def test_a_trainer_that_is_killed_in_a_broadcast_leaves_no_worker_waiting(librar
     worker.init_transfer_engine(worker.parse_init_info(about))
     joins.join()
     name, tensor = next(iter(engine.tensors.items()))
-    entries = layout.pack_bytes(layout.in_order([(name, "float32", tensor.shape, tensor.nbytes, 0)]))
+    entries = layout.pack_bytes(layout.lay_out([(name, "float32", tensor.shape, tensor.nbytes, 0)]))
     update = {"version": 8, "entries": entries}
     updates = threading.Thread(target=worker.update_weights, args=(update,), daemon=True)
     updates.start()  # and the trainer sends nothing
@@ -275,7 +275,7 @@ def test_a_failure_beside_a_refusal_gives_the_communicator_up_too():
         raise RolloutError("the broadcast failed")
 
     def beside(number):
-        return device_carriers.alongside(fail, timeout_s=60.0, give_up=lambda: gave_up.append(number))
+        return device_carriers.run_alongside(fail, timeout_s=60.0, give_up=lambda: gave_up.append(number))
 
     with pytest.raises(RolloutError, match="refused"), beside(1):
         raise RolloutError("refused")

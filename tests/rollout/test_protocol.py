@@ -1,6 +1,6 @@
 import numpy as np
 
-from jppo.rollout.protocol import joined, sample_seed
+from jppo.rollout.protocol import join_experts, sample_seed
 
 
 def test_a_seed_depends_on_all_three_and_fits_31_bits():
@@ -16,6 +16,6 @@ def test_a_seed_is_the_same_in_every_run():
 
 def test_an_empty_continuation_keeps_the_experts_of_the_first_answer_that_read_a_token():
     first, whole = np.zeros((4, 2, 1), np.int16), np.ones((6, 2, 1), np.int16)
-    kept = joined(joined(joined(None, first), None), whole)
+    kept = join_experts(join_experts(join_experts(None, first), None), whole)
     assert kept[:, 0, 0].tolist() == [0, 0, 0, 0, 1, 1]
-    assert joined(None, None) is None
+    assert join_experts(None, None) is None

@@ -129,7 +129,7 @@ def cuts_the_connection(run, patch):
 
 
 def takes_another_base(run, patch):
-    patch.setattr(buckets.Pass, "ask", lambda self, endpoint: self.based.add(endpoint.url))
+    patch.setattr(buckets.Pass, "ask", lambda self, endpoint: self.have_base.add(endpoint.url))
     run.fakes[1].engines[0].base.digest = "0123abcd"
 
 

@@ -125,14 +125,14 @@ def test_an_orderly_end_in_the_first_publish_resumes_the_server(server, attach, 
         assert paused(endpoint)
         if end == "stopped":
             raise KeyboardInterrupt
-        publish.accept(at, self.version, "jppo_load", version=self.version, path="/another")
+        publish.require_ok(at, self.version, "jppo_load", version=self.version, path="/another")
 
     with monkeypatch.context() as broken, pytest.raises((RolloutError, KeyboardInterrupt)):
         broken.setattr(publish.Whole, "take", take)
         sampler.load(tensors.items(), version=1, mode=mode)
     sampler.close()
     assert not paused(endpoint)
-    monkeypatch.setattr(guard, "OURS", f"next-{mode}-{end}")  # the lease was given back
+    monkeypatch.setattr(guard, "TRAINER", f"next-{mode}-{end}")  # the lease was given back
     sampler = attach()
     sampler.load(tensors.items(), version=1)
     assert gap(model, sampler.generate(PROMPTS, SAMPLING, version=1)) < 1e-3
@@ -143,7 +143,7 @@ def test_a_second_trainer_is_refused_with_a_sentence(server, attach, monkeypatch
     first, (model, tensors) = attach(), random_weights(config, 1)
     first.load(tensors.items(), version=1)
     with monkeypatch.context() as second:
-        second.setattr(guard, "OURS", "second")
+        second.setattr(guard, "TRAINER", "second")
         second.setattr(guard, "LEASE_S", 6.0)  # that it waits
         with pytest.raises(UserError, match=rf"with 409.*in use by the trainer {os.uname().nodename}-{os.getpid()}-"):
             attach()

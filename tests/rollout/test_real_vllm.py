@@ -474,7 +474,7 @@ def test_a_request_whose_caller_has_gone_ends_in_the_server(served):
     how = dataclasses.replace(greedy(360), ignore_eos=True)
 
     def made() -> float:
-        metrics = member.endpoint._sent("GET", "/metrics").decode().splitlines()
+        metrics = member.endpoint._call("GET", "/metrics").decode().splitlines()
         return sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:generation_tokens_total"))
 
     async def ask_and_go() -> None:
@@ -486,7 +486,7 @@ def test_a_request_whose_caller_has_gone_ends_in_the_server(served):
         await asyncio.gather(*asked, return_exceptions=True)
 
     before = made()
-    fleet._run(ask_and_go()).result(60)
+    fleet._submit(ask_and_go()).result(60)
     time.sleep(1.0)
     some = made()
     time.sleep(2.0)
@@ -559,7 +559,7 @@ def test_speculated_samples_have_the_policys_distribution_and_its_log_probs(tmp_
                         excess += np.log(p[t.tokens[at]]) - mean
                         variance += (p[p > 0] * logp**2).sum() - mean**2
                 assert abs(excess) < 4 * variance**0.5, cut
-        said = sampler.members[0].endpoint._sent("GET", "/metrics").decode().splitlines()
+        said = sampler.members[0].endpoint._call("GET", "/metrics").decode().splitlines()
         counted = [float(line.split()[-1]) for line in said if "num_accepted_tokens_total" in line and line[0] != "#"]
         assert counted[0] > 200
     finally:

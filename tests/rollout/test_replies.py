@@ -20,7 +20,7 @@ from jppo.rollout.servers import endpoint, http_client, replies
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.sglang.client import Sglang
 from jppo.rollout.vllm.client import Vllm
-from jppo.rollout.vllm.publish import accept, call_workers
+from jppo.rollout.vllm.publish import call_workers, require_ok
 
 VOCAB, END = 32, 2
 SAMPLING = dataclasses.replace(greedy(4), temperature=1.0)
@@ -55,7 +55,7 @@ def hostile():
 
     def make(answer):
         servers.append(Hostile(answer))
-        return Endpoint(servers[-1].url, timeout_s=5.0, why=str)
+        return Endpoint(servers[-1].url, timeout_s=5.0, explain=str)
 
     yield make
     for server in servers:
@@ -128,14 +128,14 @@ def test_a_reply_that_is_no_json_is_a_fault_in_one_line(hostile, name, monkeypat
 
 def test_an_answer_of_a_hundred_megabytes_is_a_fault_before_it_is_read(hostile):
     whole = json.dumps(vllm_answer()).encode()
-    longest = replies.largest(SAMPLING)
-    assert longest < 2e6 and replies.largest(dataclasses.replace(SAMPLING, kept=2)) is None
+    longest = replies.max_answer_bytes(SAMPLING)
+    assert longest < 2e6 and replies.max_answer_bytes(dataclasses.replace(SAMPLING, kept=2)) is None
     for fields in (b"Content-Length: %d\r\n\r\n" % 10**8, b"\r\n"):
         one = hostile(lambda fields=fields: itertools.chain([OK + fields], [b" " * 10**6] * 100, [whole]))
         with pytest.raises(ServerFault, match=f"(exceeds |not within 0..){longest}"):
-            asyncio.run(one.ask("/generate", {}, most=longest))
+            asyncio.run(one.ask("/generate", {}, max_bytes=longest))
     one = hostile(content(b" " * (longest - len(whole)) + whole))
-    assert asyncio.run(one.ask("/generate", {}, most=longest)) == vllm_answer()
+    assert asyncio.run(one.ask("/generate", {}, max_bytes=longest)) == vllm_answer()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_an_answer_of_a_hundred_megabytes_is_a_fault_before_it_is_read(hostile):
 def test_what_no_worker_answers_is_a_fault(hostile, answer):
     one = hostile(content(json.dumps(answer).encode()))
     with pytest.raises(ServerFault) as e:
-        accept(one, 1, "jppo_load")
+        require_ok(one, 1, "jppo_load")
     assert str(e.value).isprintable() and len(str(e.value)) < 700
 
 
@@ -159,7 +159,7 @@ def test_a_refusal_is_said_in_one_line(hostile):
     for error in ("one\ntwo\x1b[2J \ud800", None, {"why": ["x"] * 1000}):
         one = hostile(content(json.dumps({"results": [{"ok": False, "error": error}]}).encode()))
         with pytest.raises(RolloutError, match="refused version 1 of the weights: ") as e:
-            accept(one, 1, "jppo_load")
+            require_ok(one, 1, "jppo_load")
         assert not isinstance(e.value, ServerFault) and str(e.value).isprintable()
 
 
@@ -186,7 +186,7 @@ APIS = {"vllm": Vllm([END], VOCAB, "how", [], "float32"), "sglang": Sglang([END]
 
 def read(api, answer, sampling=SAMPLING):
     with replies.reading("the server", answer):
-        return APIS[api].part(answer, sampling)
+        return APIS[api].parse_reply(answer, sampling)
 
 
 def test_good_answers():
@@ -302,7 +302,7 @@ def test_experts_are_those_of_the_model():
     api = Vllm([END], VOCAB, "how", [], "float32", experts=(2, 3, 8))
     sampling = dataclasses.replace(SAMPLING, experts=True)
     for good in (GOOD, np.asfortranarray(GOOD + np.arange(3, dtype=np.uint8)), GOOD.astype(np.int64) + 7):
-        found = api.part(vllm_answer(routed_experts=encoded(good)), sampling).experts
+        found = api.parse_reply(vllm_answer(routed_experts=encoded(good)), sampling).experts
         assert found.dtype == np.int16 and np.array_equal(found, good)
     bad = [GOOD.astype(np.float32), GOOD[:, :1], GOOD[..., :2], GOOD[0], GOOD + 8, GOOD.astype(np.int32) - 1]
     bad += [np.array(["a"]), np.array([{}], object), GOOD.astype(complex)]
@@ -311,7 +311,7 @@ def test_experts_are_those_of_the_model():
     for text in texts:
         answer = vllm_answer(routed_experts=text)
         with pytest.raises(ServerFault) as e, replies.reading("the server", answer):
-            api.part(answer, sampling)
+            api.parse_reply(answer, sampling)
         assert str(e.value).isprintable() and len(str(e.value)) < 1000
 
 
@@ -369,5 +369,5 @@ def test_versions_by_name(named, number):
     ],
 )
 def test_a_time_to_wait_is_a_number_that_is_not_below_0(given):
-    after = endpoint._after(http_client.Reply(503, {"retry-after": given}, b""))
-    assert after >= 0 and endpoint.wait_s(after, 0, 10.0) <= 10.0
+    after = endpoint._retry_after_s(http_client.Reply(503, {"retry-after": given}, b""))
+    assert after >= 0 and endpoint.retry_pause_s(after, 0, 10.0) <= 10.0

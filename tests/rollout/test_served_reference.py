@@ -175,7 +175,7 @@ def test_a_step_asks_for_each_sample_by_its_own_data_source(small_run, monkeypat
             seen.extend(zip([t.uid for t in trajectories], sources, strict=True))
             return [np.zeros(len(t.tokens), np.float32) for t in trajectories], {"ref/retries": 0.0}
 
-    monkeypatch.setattr("jppo.run.start.served_reference", lambda *_: Teachers())
+    monkeypatch.setattr("jppo.run.start._open_served_reference", lambda *_: Teachers())
     small_run.ref.url = "arithmetic=http://127.0.0.1:9,b=http://127.0.0.1:9"
     small_run.algorithm.use_kl_in_reward, small_run.reward.grader, small_run.rollout.n = True, "arithmetic", 2
     inputs = read_inputs(typed(small_run))

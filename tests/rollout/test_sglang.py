@@ -22,7 +22,7 @@ from jppo.rollout.servers import replies
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.sglang import client
-from jppo.rollout.sglang.client import GENERATE, OURS, Sglang, check_sglang, sglang_options, start_sglang
+from jppo.rollout.sglang.client import GENERATE, RESERVED_OPTIONS, Sglang, check_sglang, sglang_options, start_sglang
 from jppo.run.inputs import read_inputs, read_test, require_publishable
 from jppo.settings import check
 from jppo.types import Prompt
@@ -190,7 +190,7 @@ def test_several_servers_share_the_work_and_a_killed_one_comes_back_with_the_sam
     os.killpg(sampler.members[1].server.pid, signal.SIGKILL)
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=4)) == expected
     deadline = time.monotonic() + 120
-    while not (sampler.restarts and all(m.up and not m.mending for m in sampler.members)):
+    while not (sampler.restarts and all(m.up and not m.in_repair for m in sampler.members)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     told = [body["weight_version"] for route, body in posted(tmp_path, 1) if route == client.LOAD]
@@ -266,7 +266,7 @@ def test_a_server_is_attached_to_when_it_is_fit(start, monkeypatch):
     sampler = start(urls=[url])
     sampler.load(weights(1).items(), version=1)
     assert len(sampler.generate(PROMPTS, SAMPLING, version=1)) == 12
-    endpoint = Endpoint(url, timeout_s=5.0, why=str, key=own.servers[0].key)
+    endpoint = Endpoint(url, timeout_s=5.0, explain=str, key=own.servers[0].key)
     endpoint.post("/pause_generation", {"mode": "in_place"})
     with pytest.raises(
         UserError, match=r"is paused.*curl -X POST .*/continue_generation -H 'Content-Type: application"
@@ -290,7 +290,7 @@ def test_what_the_servers_are_started_with(settings, python, tmp_path):
     assert given[-2:] == ["--attention-backend", "triton"] and "--enable-deterministic-inference" in given
     assert given[given.index("--context-length") + 1] == "66"
     assert "--disable-cuda-graph" not in sglang_options(settings(enforce_eager=False))
-    for option in OURS:
+    for option in RESERVED_OPTIONS:
         with pytest.raises(UserError, match="is set by"):
             sglang_options(settings(engine_args=f"{option} 1"))
     assert check_sglang(python) == "0.5.9"
@@ -307,15 +307,15 @@ def reply(tokens, finish, **meta):
 
 def read(speaks, answer):
     with replies.reading("SGLang", answer):
-        return speaks.part(answer, SAMPLING)
+        return speaks.parse_reply(answer, SAMPLING)
 
 
 def test_answers_that_cannot_be():
     speaks = Sglang([END], VOCAB, "how")
-    part = speaks.part(reply([4, END], {"type": "stop", "matched": END}), SAMPLING)
+    part = speaks.parse_reply(reply([4, END], {"type": "stop", "matched": END}), SAMPLING)
     assert (part.tokens, part.version, part.finish) == ([4, END], ["3", "3"], "stop")
     unbegun = {"meta_info": {"finish_reason": {"type": "abort", "message": "Abort before prefill"}}}
-    assert speaks.part(unbegun, SAMPLING).tokens == []
+    assert speaks.parse_reply(unbegun, SAMPLING).tokens == []
     for wrong in (
         {},
         [],
@@ -330,10 +330,10 @@ def test_answers_that_cannot_be():
         with pytest.raises(ServerFault):
             read(speaks, wrong)
     with pytest.raises(UserError, match="at token 4, which is no end token here; add it to eos_token_id"):
-        speaks.part(reply([4], {"type": "stop", "matched": 4}), SAMPLING)
+        speaks.parse_reply(reply([4], {"type": "stop", "matched": 4}), SAMPLING)
     further = dataclasses.replace(SAMPLING, stop_ids=(4,))
     assert speaks.request([1], further, 0, "")[1]["sampling_params"]["stop_token_ids"] == [END, 4]
-    assert speaks.part(reply([4], {"type": "stop", "matched": 4}), further).finish == "stop"
+    assert speaks.parse_reply(reply([4], {"type": "stop", "matched": 4}), further).finish == "stop"
     with pytest.raises(UserError, match="SGLang ignores these tokens too"):
         speaks.request([1], dataclasses.replace(further, ignore_eos=True), 0, "")
 

@@ -126,8 +126,8 @@ def test_no_moment_takes_more_than_the_card_has_or_the_dry_run_said(card, server
 
 def test_a_server_that_broke_while_the_trainer_learned_starts_with_the_publish(card, servers, monkeypatch, capfd):
     c, ledger = card
-    suspected, suspect, with_values = threading.Event(), Repairs.suspect, ppo.with_values
-    monkeypatch.setattr(Repairs, "suspect", lambda self, *a, **k: (suspect(self, *a, **k), suspected.set())[0])
+    suspected, suspect, with_values = threading.Event(), Repairs.report_failure, ppo.with_values
+    monkeypatch.setattr(Repairs, "report_failure", lambda self, *a, **k: (suspect(self, *a, **k), suspected.set())[0])
 
     def valuing(*args, **kwargs):
         if not suspected.is_set():

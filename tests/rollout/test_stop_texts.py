@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jppo.rollout.protocol import SPOILED, begun, cut_at
+from jppo.rollout.protocol import SPOILED, cut_at, may_end_in_stop
 
 
 def first(tokens, decode, stop):
@@ -87,8 +87,10 @@ def test_nothing_to_look_for_and_nothing_to_look_at():
 
 
 def test_a_stop_text_that_has_begun():
-    assert begun([2, 5], of_words, ("</answer>",)) and begun([*[2] * 200, 5, 6], of_words, ("x", "</answer>"))
-    assert not begun([5, 6, 2], of_words, ("</answer>",)) and not begun([5, 6], of_words, ())
-    assert not begun([5, 6, 7], of_words, ("</answer>",)), "it is complete without the line break"
-    assert begun(list("né".encode())[:2], of_bytes, ("x",)), "half a character may become anything"
-    assert begun([5, *[0] * 50], of_words, ("</answer>",)), "tokens that say nothing lie between"
+    assert may_end_in_stop([2, 5], of_words, ("</answer>",)) and may_end_in_stop(
+        [*[2] * 200, 5, 6], of_words, ("x", "</answer>")
+    )
+    assert not may_end_in_stop([5, 6, 2], of_words, ("</answer>",)) and not may_end_in_stop([5, 6], of_words, ())
+    assert not may_end_in_stop([5, 6, 7], of_words, ("</answer>",)), "it is complete without the line break"
+    assert may_end_in_stop(list("né".encode())[:2], of_bytes, ("x",)), "half a character may become anything"
+    assert may_end_in_stop([5, *[0] * 50], of_words, ("</answer>",)), "tokens that say nothing lie between"

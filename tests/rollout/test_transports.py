@@ -73,10 +73,10 @@ def test_a_wrong_token_gets_no_byte_of_them(sender, bucket):
     with sender.offer(*bucket) as address:
         wrong = dataclasses.replace(address, token="0" * 32)
         assert "rejects the token" in refusal(wrong, bucket[0])
-        with transports._connected(address) as connection:
+        with transports._connect(address) as connection:
             connection.sendall(b"0" * 32)
             assert connection.makefile("rb").read() == transports.NO
-        with transports._connected(address) as connection:  # one that ends in its middle is read no further
+        with transports._connect(address) as connection:  # one that ends in its middle is read no further
             connection.sendall(address.token[:5].encode())
             connection.shutdown(socket.SHUT_WR)
             assert connection.makefile("rb").read() == transports.NO
@@ -174,7 +174,7 @@ def test_a_trainer_that_drips_is_refused_in_time(bucket):
 def test_a_bucket_whose_offer_has_ended_is_sent_no_longer(sender, bucket):
     with contextlib.ExitStack() as stack:
         with sender.offer(*bucket) as address:
-            slow = stack.enter_context(transports._connected(address))
+            slow = stack.enter_context(transports._connect(address))
             slow.sendall(address.token.encode())
             assert slow.recv(1) == transports.YES
         rest = 0
@@ -253,15 +253,15 @@ def test_a_connection_without_a_token_is_closed_in_time(sender, bucket, monkeypa
     monkeypatch.setattr(transports, "HELLO_S", 2.0)
     with (
         sender.offer(*bucket) as address,
-        transports._connected(address) as silent,
-        transports._connected(address) as slow,
+        transports._connect(address) as silent,
+        transports._connect(address) as slow,
     ):
         slow.sendall(address.token[:5].encode())
         time.sleep(0.1)
         slow.sendall(address.token[5:].encode())
         assert slow.recv(1) == transports.YES  # so both were accepted
         monkeypatch.setattr(transports, "HELLO_S", 3600.0)
-        with transports._connected(address) as patient:
+        with transports._connect(address) as patient:
             assert silent.recv(1) == b""
             patient.sendall(address.token.encode())
             assert patient.recv(1) == transports.YES

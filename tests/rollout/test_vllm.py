@@ -285,7 +285,7 @@ def test_a_server_with_the_wrong_settings(attach, fakes, info, said):
 def test_a_call_without_a_result_of_a_worker_is_a_fault(fakes, results):
     fakes[0].answers["jppo_info"] = (200, {"results": results})
     with pytest.raises(RolloutError, match="answered jppo_info with"):
-        call_workers(Endpoint(fakes[0].url, timeout_s=5.0, why=str), "jppo_info")
+        call_workers(Endpoint(fakes[0].url, timeout_s=5.0, explain=str), "jppo_info")
 
 
 def test_one_server_at_two_addresses_is_refused_in_one_line(fakes, settings):
@@ -336,7 +336,7 @@ def test_a_server_that_answers_with_anything_is_refused_or_asked_in_one_line(fak
         engine = start_vllm("model", "run", settings=settings(), urls=[fakes[0].url], limits=limits, publish_dir="")
         try:
             member = engine.ready(eos_token_ids=[2], decode=str).members[0]
-            api = engine._speak([2])
+            api = engine._make_api([2])
             assert api.version(member.endpoint) is None and api.working(member.endpoint, 1) is False
         except (RolloutError, UserError) as e:
             assert str(e).isprintable()

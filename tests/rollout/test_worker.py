@@ -87,7 +87,7 @@ def test_a_tied_head_that_the_server_has_not_is_not_loaded(tmp_path):
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "GptOss", "DeepseekV3"])
 def test_experts_have_the_names_and_shapes_of_the_files(tmp_path, family):
-    from jppo.rollout.vllm.worker import expected
+    from jppo.rollout.vllm.worker import expected_tensors
 
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2)
     many = {"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 8, "num_experts_per_tok": 2}
@@ -95,7 +95,9 @@ def test_experts_have_the_names_and_shapes_of_the_files(tmp_path, family):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     size, *_ = np.frombuffer((data := (tmp_path / "model.safetensors").read_bytes())[:8], "<u8").tolist()
     header = json.loads(data[8 : 8 + size])
-    assert expected(config)[0] == {name: tuple(e["shape"]) for name, e in header.items() if name != "__metadata__"}
+    assert expected_tensors(config)[0] == {
+        name: tuple(e["shape"]) for name, e in header.items() if name != "__metadata__"
+    }
 
 
 def test_the_models_class_is_made_with_vllms_config(tmp_path, monkeypatch):
@@ -201,7 +203,7 @@ def test_a_scalar_and_an_empty_tensor_arrive(tmp_path):
     entries, views = buckets.checksummed(list(tensors.items()))
     (tmp_path / "w").write_bytes(bytes(views[0]).ljust(layout.ALIGN, b"\0"))
     data = layout.map_checked(str(tmp_path / "w"), entries, {name: tensor.shape for name, tensor in tensors.items()})
-    found = {name: tensor.numpy() for name, tensor in worker._stream([(entries, data)], {}, ())}
+    found = {name: tensor.numpy() for name, tensor in worker._named_tensors([(entries, data)], {}, ())}
     assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
 
 
@@ -212,9 +214,9 @@ def test_memory_in_which_a_tensor_lies_is_not_used_again():
     memory = [first, second]
     tensor = torch.frombuffer(first, dtype=torch.float32)
     del first, second
-    assert worker.unused(memory) is None and len(memory) == 2
+    assert worker.reuse(memory) is None and len(memory) == 2
     del tensor
-    assert len(worker.unused(memory)) == 64 and len(memory) == 1
+    assert len(worker.reuse(memory)) == 64 and len(memory) == 1
 
 
 def test_a_refused_publish_takes_the_one_before_it_away(tmp_path):

@@ -413,9 +413,9 @@ def test_one_that_was_saved_all_the_same_is_skipped(tmp_path, capsys, monkeypatc
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(1, good, {})
         with monkeypatch.context() as patch:
-            real = checkpoint_arrays.examined
+            real = checkpoint_arrays.examine
             finite = lambda arrays: {name: (True, bits) for name, (_, bits) in real(arrays).items()}  # noqa: E731
-            patch.setattr(checkpoint_arrays, "examined", finite)  # as earlier versions did
+            patch.setattr(checkpoint_arrays, "examine", finite)  # as earlier versions did
             checkpoints.save(2, odd, {})
         assert checkpoints.restore_latest(good).step == 1
     assert "checkpoint 2 is damaged and skipped, renamed to 2.damaged" in capsys.readouterr().out

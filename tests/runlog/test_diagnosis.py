@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from jppo.runlog.diagnosis import FIRST_STEPS, RULES, Diagnosis, Past
+from jppo.runlog.diagnosis import FIRST_STEPS, RULES, Diagnosis, History
 from jppo.settings import default
 from jppo.settings.table import by_name
 
@@ -147,7 +147,7 @@ def test_a_resumed_run_knows_what_was_and_what_was_told(name):
 
 
 def test_the_first_steps_are_as_many_as_are_named():
-    past = Past()
+    past = History()
     for step in range(3 * FIRST_STEPS):
         past.add({"x": float(step)})
     assert past.first("x") == np.median(np.arange(FIRST_STEPS)) and past.count("x") == 3 * FIRST_STEPS

@@ -17,7 +17,7 @@ from tensorboardX.proto.event_pb2 import Event
 from jppo.runlog import logger as module
 from jppo.runlog.diagnosis import Alert
 from jppo.runlog.logger import Logger, print_summary, read_metrics, write_samples_file
-from jppo.runlog.remote_loggers import Sent
+from jppo.runlog.remote_loggers import SentSteps
 
 
 def console(terminal=False):
@@ -189,7 +189,7 @@ def test_a_warning_from_outside_is_told_once_in_a_run_that_is_resumed(tmp_path):
 
 
 def test_places_that_are_not_asked_for_are_not_there(tmp_path, capsys):
-    with Logger(tmp_path, total_steps=5, places=("jsonl",)) as log:
+    with Logger(tmp_path, total_steps=5, loggers=("jsonl",)) as log:
         log.note("nobody reads this")
         for step in range(1, 5):
             log.log(step, EQUAL)
@@ -316,7 +316,7 @@ def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it(tmp_path, monkeypa
     synced = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
-    with Logger(tmp_path, total_steps=2, places=()) as logger:
+    with Logger(tmp_path, total_steps=2, loggers=()) as logger:
         logger.log(1, {"x": 1.0})
         logger.samples("step_1", [{"prompt": "a"}])
         logger.sync()
@@ -327,10 +327,10 @@ def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it(tmp_path, monkeypa
 @pytest.mark.parametrize("text", ["", "\0\0\0", '{"id": "a', "[]", '{"id": 3, "step": 1}', '{"id": "a"}'])
 def test_a_note_of_what_was_sent_that_cannot_be_read_begins_anew(tmp_path, capsys, text):
     (tmp_path / "wandb.json").write_text(text)
-    sent = Sent(tmp_path, "wandb", resumed=True)
+    sent = SentSteps(tmp_path, "wandb", resumed=True)
     assert sent.id is None and sent.new(0)
     assert "wandb.json cannot be read" in capsys.readouterr().out
     sent.begin("new")
     sent.done(3)
-    again = Sent(tmp_path, "wandb", resumed=True)
+    again = SentSteps(tmp_path, "wandb", resumed=True)
     assert again.id == "new" and not again.new(3) and again.new(4) and capsys.readouterr().out == ""

@@ -114,7 +114,7 @@ def test_a_port_that_is_taken_is_an_error(exporter):
 def test_a_run_serves_its_metrics_until_it_ends(tmp_path: pathlib.Path):
     probe = Exporter("127.0.0.1", 0)
     probe.close(failed=False)
-    with Logger(tmp_path, total_steps=2, places=("jsonl",), scraped=("127.0.0.1", probe.port)) as logger:
+    with Logger(tmp_path, total_steps=2, loggers=("jsonl",), prometheus_address=("127.0.0.1", probe.port)) as logger:
         logger.log(1, {"reward_mean": 0.25})
         assert scraped(probe)[("jppo_reward_mean",)] == 0.25
     with pytest.raises(urllib.error.URLError):

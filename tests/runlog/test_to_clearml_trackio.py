@@ -79,7 +79,7 @@ class FakeTrackio(Fake):
 
 def logger(run, name, resumed=None):
     about = About("sums", "first", {"model": {"path": "some/model"}})
-    return Logger(run, total_steps=9, resumed_step=resumed, places=("jsonl", name), about=about)
+    return Logger(run, total_steps=9, resumed_step=resumed, loggers=("jsonl", name), about=about)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def client(tmp_path, monkeypatch):
 
 def logger(run, resumed=None):
     about = About("sums", "first", {"model": {"path": "some/model"}})
-    return Logger(run, total_steps=9, resumed_step=resumed, places=("jsonl", "mlflow"), about=about)
+    return Logger(run, total_steps=9, resumed_step=resumed, loggers=("jsonl", "mlflow"), about=about)
 
 
 def history(client, run_id):
@@ -93,7 +93,7 @@ def test_a_server_that_is_not_there_is_the_users_to_mend(tmp_path, client, monke
 def test_samples_of_a_step_are_a_file_once(tmp_path):
     """By a stand-in for MLflow's client, which may not be installed."""
     sink, files = object.__new__(remote_loggers.MLflow), []
-    sink._sent = remote_loggers.Sent(tmp_path, "mlflow", resumed=False)
+    sink._sent = remote_loggers.SentSteps(tmp_path, "mlflow", resumed=False)
     sink._sent.begin("id")
     sink._client = types.SimpleNamespace(log_dict=lambda run, content, name: files.append((run, content, name)))
     sink.generations(2, [])

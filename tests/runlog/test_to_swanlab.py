@@ -28,7 +28,7 @@ def client(monkeypatch):
 
 def logger(run, resumed=None):
     about = About("sums", "first", {"model": {"path": "some/model"}})
-    return Logger(run, total_steps=9, resumed_step=resumed, places=("jsonl", "swanlab"), about=about)
+    return Logger(run, total_steps=9, resumed_step=resumed, loggers=("jsonl", "swanlab"), about=about)
 
 
 def test_no_package_and_no_key_are_the_users_to_mend(client, monkeypatch):

@@ -67,7 +67,7 @@ def sent(run):
 def logger(run, resumed=None, **kw):
     places = ("console", "jsonl", "wandb")
     about = About("sums", "first", {"model": {"path": "some/model"}})
-    return Logger(run, total_steps=9, resumed_step=resumed, places=places, about=about, **kw)
+    return Logger(run, total_steps=9, resumed_step=resumed, loggers=places, about=about, **kw)
 
 
 ROW = {
@@ -124,7 +124,7 @@ def test_a_resume_goes_on_with_the_same_run_and_no_step_is_lost_or_doubled(tmp_p
 
 def test_a_run_that_is_resumed_with_wandb_sends_what_it_did_without(tmp_path):
     run = tmp_path / "run"
-    with Logger(run, total_steps=9, places=("jsonl",)) as log:
+    with Logger(run, total_steps=9, loggers=("jsonl",)) as log:
         for step in (1, 2, 3):
             log.log(step, {"a": step, "b": float("nan")})
     with logger(run, resumed=2) as log:

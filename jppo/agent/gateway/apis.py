@@ -22,21 +22,22 @@ class Api(NamedTuple):
 
 
 def _read_chat(body: Body) -> Request:
-    r.refuse(body, "response_format", ["text"], r.FREE)
-    r.refuse(body, "tool_choice", ["auto", "none"], r.FREE)
+    """Reads a request of OpenAI's chat completions."""
+    r.refuse(body, "response_format", ["text"], r.NOT_CONSTRAINED)
+    r.refuse(body, "tool_choice", ["auto", "none"], r.NOT_CONSTRAINED)
     r.unsupported_sampling(body)
     r.unsupported(body, functions=[], function_call="auto", modalities=["text"], web_search_options=None)
     r.unsupported(body, continue_final_message=False, add_generation_prompt=True, chat_template_kwargs={})
     if r.optional(body, "top_logprobs", int, 0):
         raise BadRequest("top_logprobs must be 0: only the sampled tokens' log-probs are there; leave it out")
     limits = [r.whole_number(body, name) for name in ("max_completion_tokens", "max_tokens")]
-    return r.answerable(
+    return r.require_answerable(
         Request(
             messages=tuple(_chat_message(message) for message in r.required(body, "messages", list)),
-            tools=tuple(r.schema(r.required(tool, "function", dict)) for tool in r.tools_of(body, "function")),
+            tools=tuple(r.schema(r.required(tool, "function", dict)) for tool in r.list_tools(body, "function")),
             n=r.whole_number(body, "n", 1, r.MOST_CHOICES) or 1,
             max_tokens=min((limit for limit in limits if limit is not None), default=None),
-            stop=r.texts(body, "stop"),
+            stop=r.text_list(body, "stop"),
             stream=r.optional(body, "stream", bool, False),
             usage=r.optional(r.optional(body, "stream_options", dict, {}), "include_usage", bool, False),
             logprobs=r.optional(body, "logprobs", bool, False),
@@ -52,7 +53,7 @@ def _chat_message(message: Any) -> Message:
     r.unsupported(message, function_call=None, audio=None)
     if role not in r.ROLES:
         raise BadRequest(f"role={short(role)} must be one of {', '.join(r.ROLES)}")
-    normalised: Message = {"role": r.ROLES[role], "content": r.text_of(message.get("content"), ["text"])}
+    normalised: Message = {"role": r.ROLES[role], "content": r.content_text(message.get("content"), ["text"])}
     if role == "tool":
         normalised["tool_call_id"] = r.optional(message, "tool_call_id", str, "")
     if calls := r.optional(message, "tool_calls", list, []):
@@ -63,7 +64,7 @@ def _chat_message(message: Any) -> Message:
 def _chat_call(call: Any) -> Message:
     function = r.required(call, "function", dict)
     arguments = r.optional(function, "arguments", (str, dict), "")
-    return r.call_of(r.optional(call, "id", str, ""), r.required(function, "name", str), arguments)
+    return r.make_call(r.optional(call, "id", str, ""), r.required(function, "name", str), arguments)
 
 
 def _write_chat(reply: Reply, request: Request) -> dict[str, Any]:
@@ -118,13 +119,14 @@ def _chat_calls(choice: Choice) -> dict[str, Any]:
 
 
 def _chat_logprobs(choice: Choice) -> dict[str, Any]:
-    def one(token: str, logprob: float) -> dict[str, Any]:
+    def token_entry(token: str, logprob: float) -> dict[str, Any]:
         return {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
 
-    return {"content": [one(*token) for token in choice.tokens], "refusal": None}
+    return {"content": [token_entry(*token) for token in choice.tokens], "refusal": None}
 
 
 def _read_completion(body: Body) -> Request:
+    """Reads a request of OpenAI's completions."""
     prompt = r.required(body, "prompt", (str, list))
     if isinstance(prompt, list):
         if len(prompt) != 1 or not isinstance(prompt[0], str):
@@ -141,7 +143,7 @@ def _read_completion(body: Body) -> Request:
         text=prompt,
         n=n,
         max_tokens=r.whole_number(body, "max_tokens"),
-        stop=r.texts(body, "stop"),
+        stop=r.text_list(body, "stop"),
         stream=r.optional(body, "stream", bool, False),
         usage=r.optional(r.optional(body, "stream_options", dict, {}), "include_usage", bool, False),
         logprobs=body.get("logprobs") is not None,
@@ -178,18 +180,19 @@ _REASON = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def _read_messages(body: Body) -> Request:
-    r.refuse(body, "tool_choice", ["auto", "none"], r.FREE)
+    """Reads a request of Anthropic's messages."""
+    r.refuse(body, "tool_choice", ["auto", "none"], r.NOT_CONSTRAINED)
     choice = r.optional(body, "tool_choice", dict, {})
     r.unsupported(body, output_format=None, mcp_servers=[], container=None)
     r.unsupported(r.optional(body, "output_config", dict, {}), format=None)
-    system = r.text_of(body.get("system"), ["text"])
-    messages = [one for message in r.required(body, "messages", list) for one in _messages_of(message)]
-    return r.answerable(
+    system = r.content_text(body.get("system"), ["text"])
+    messages = [one for message in r.required(body, "messages", list) for one in _split_message(message)]
+    return r.require_answerable(
         Request(
             messages=({"role": "system", "content": system}, *messages) if system else tuple(messages),
-            tools=tuple(r.schema(tool, "input_schema") for tool in r.tools_of(body, "custom")),
+            tools=tuple(r.schema(tool, "input_schema") for tool in r.list_tools(body, "custom")),
             max_tokens=r.whole_number(body, "max_tokens"),
-            stop=r.texts(body, "stop_sequences"),
+            stop=r.text_list(body, "stop_sequences"),
             stream=r.optional(body, "stream", bool, False),
             parallel=not r.optional(choice, "disable_parallel_tool_use", bool, False),
             calls=r.may_call(body),
@@ -197,7 +200,7 @@ def _read_messages(body: Body) -> Request:
     )
 
 
-def _messages_of(message: Any) -> Iterator[Message]:
+def _split_message(message: Any) -> Iterator[Message]:
     """Yields the messages of one: results of tools first, then the text with the calls."""
     role, content = r.required(message, "role", str), message.get("content")
     if role not in ("user", "assistant"):
@@ -209,10 +212,10 @@ def _messages_of(message: Any) -> Iterator[Message]:
         if part["type"] == "text":
             text += r.required(part, "text", str)
         elif part["type"] == "tool_use":
-            call = r.required(part, "id", str), r.required(part, "name", str), r.optional(part, "input", dict, {})
-            calls.append(r.call_of(*call))
+            call = (r.required(part, "id", str), r.required(part, "name", str), r.optional(part, "input", dict, {}))
+            calls.append(r.make_call(*call))
         elif part["type"] == "tool_result":
-            result = r.text_of(part.get("content"), ["text"])
+            result = r.content_text(part.get("content"), ["text"])
             yield {"role": "tool", "content": result, "tool_call_id": r.required(part, "tool_use_id", str)}
     if text or calls or not any(part["type"] == "tool_result" for part in parts):
         yield {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
@@ -221,19 +224,20 @@ def _messages_of(message: Any) -> Iterator[Message]:
 def _write_message(reply: Reply, request: Request) -> dict[str, Any]:
     (choice,) = reply.choices
     return _message_head(reply) | {
-        "content": _blocks(choice),
-        "stop_reason": _reason(choice),
+        "content": _content_blocks(choice),
+        "stop_reason": _stop_reason(choice),
         "stop_sequence": choice.stopped_by,
         "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens},
     }
 
 
 def _message_events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]]:
+    """Yields the events of a stream of Anthropic's messages."""
     (choice,) = reply.choices
-    used = {"input_tokens": reply.prompt_tokens, "output_tokens": 0}
-    start = _message_head(reply) | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": used}
+    usage = {"input_tokens": reply.prompt_tokens, "output_tokens": 0}
+    start = _message_head(reply) | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield _event("message_start", message=start)
-    for i, block in enumerate(_blocks(choice)):
+    for i, block in enumerate(_content_blocks(choice)):
         if block["type"] == "text":
             empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
         else:
@@ -242,7 +246,7 @@ def _message_events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]]
         yield _event("content_block_start", index=i, content_block=empty)
         yield _event("content_block_delta", index=i, delta=delta)
         yield _event("content_block_stop", index=i)
-    end = {"stop_reason": _reason(choice), "stop_sequence": choice.stopped_by}
+    end = {"stop_reason": _stop_reason(choice), "stop_sequence": choice.stopped_by}
     yield _event("message_delta", delta=end, usage={"output_tokens": reply.completion_tokens})
     yield _event("message_stop")
 
@@ -255,11 +259,11 @@ def _message_head(reply: Reply) -> dict[str, Any]:
     return {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": reply.model}
 
 
-def _reason(choice: Choice) -> str:
+def _stop_reason(choice: Choice) -> str:
     return "stop_sequence" if choice.stopped_by is not None and not choice.calls else _REASON[choice.finish]
 
 
-def _blocks(choice: Choice) -> list[dict[str, Any]]:
+def _content_blocks(choice: Choice) -> list[dict[str, Any]]:
     text = [{"type": "text", "text": choice.text}] if choice.text else []
     calls = [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in choice.calls]
     return [*text, *calls]
@@ -271,24 +275,24 @@ _RESPONSE_ID = "resp_"
 
 def _read_response(body: Body, earlier: Mapping[str, tuple[Message, ...]]) -> Request:
     """Parses a request; `earlier` has the conversation up to each earlier response, without instructions."""
-    r.refuse(r.optional(body, "text", dict, {}), "format", ["text"], r.FREE)
-    r.refuse(body, "tool_choice", ["auto", "none"], r.FREE)
+    r.refuse(r.optional(body, "text", dict, {}), "format", ["text"], r.NOT_CONSTRAINED)
+    r.refuse(body, "tool_choice", ["auto", "none"], r.NOT_CONSTRAINED)
     r.unsupported_sampling(body)
     r.unsupported(body, conversation=None, background=False, prompt=None, top_logprobs=0)
-    before = r.optional(body, "previous_response_id", str)
-    if before is not None and before.removeprefix(_RESPONSE_ID) not in earlier:
-        raise BadRequest(f"previous_response_id={short(before)} is no response of this episode")
+    previous_id = r.optional(body, "previous_response_id", str)
+    if previous_id is not None and previous_id.removeprefix(_RESPONSE_ID) not in earlier:
+        raise BadRequest(f"previous_response_id={short(previous_id)} is no response of this episode")
     inputs = r.required(body, "input", (str, list))
     items = [{"role": "user", "content": inputs}] if isinstance(inputs, str) else inputs
     instructions = r.optional(body, "instructions", str, "")
-    messages: list[Message] = [] if before is None else list(earlier[before.removeprefix(_RESPONSE_ID)])
+    messages: list[Message] = [] if previous_id is None else list(earlier[previous_id.removeprefix(_RESPONSE_ID)])
     for item in items:
         _add_item(messages, item)
     head: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
-    return r.answerable(
+    return r.require_answerable(
         Request(
             messages=(*head, *messages),
-            tools=tuple(r.schema(tool) for tool in r.tools_of(body, "function")),
+            tools=tuple(r.schema(tool) for tool in r.list_tools(body, "function")),
             max_tokens=r.whole_number(body, "max_output_tokens"),
             stream=r.optional(body, "stream", bool, False),
             parallel=r.optional(body, "parallel_tool_calls", bool, True),
@@ -304,14 +308,14 @@ def _add_item(messages: list[Message], item: Any) -> None:
         role = r.required(item, "role", str)
         if role not in r.ROLES or role == "tool":
             raise BadRequest(f"role={short(role)} must be system, developer, user or assistant")
-        messages.append({"role": r.ROLES[role], "content": r.text_of(item.get("content"), _TEXTS)})
+        messages.append({"role": r.ROLES[role], "content": r.content_text(item.get("content"), _TEXTS)})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        call = r.call_of(*(r.required(item, name, str) for name in ("call_id", "name", "arguments")))
+        call = r.make_call(*(r.required(item, name, str) for name in ("call_id", "name", "arguments")))
         messages[-1] = messages[-1] | {"tool_calls": [*messages[-1].get("tool_calls", []), call]}
     elif kind == "function_call_output":
-        output = r.text_of(item.get("output"), _TEXTS)
+        output = r.content_text(item.get("output"), _TEXTS)
         messages.append({"role": "tool", "content": output, "tool_call_id": r.required(item, "call_id", str)})
     elif kind != "reasoning":
         raise BadRequest(f"an input item has type={short(kind)}, which is not supported")
@@ -332,37 +336,38 @@ def _write_response(reply: Reply, request: Request) -> dict[str, Any]:
 
 
 def _response_events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]]:
-    done = _write_response(reply, request)
-    started = done | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    events: list[dict[str, Any]] = [{"type": "response.created", "response": started}]
-    for i, item in enumerate(done["output"]):
-        at = {"item_id": item["id"], "output_index": i}
+    """Yields the events of a stream of OpenAI's responses."""
+    response = _write_response(reply, request)
+    begun = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    events: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
+    for i, item in enumerate(response["output"]):
+        item_fields = {"item_id": item["id"], "output_index": i}
         key = "content" if item["type"] == "message" else "arguments"
         empty = item | {"status": "in_progress", key: [] if key == "content" else ""}
         events.append({"type": "response.output_item.added", "output_index": i, "item": empty})
         if item["type"] == "message":
             part, text = item["content"][0], item["content"][0]["text"]
-            at |= {"content_index": 0}
+            item_fields |= {"content_index": 0}
             events += [
-                {"type": "response.content_part.added", **at, "part": part | {"text": ""}},
-                {"type": "response.output_text.delta", **at, "delta": text, "logprobs": []},
-                {"type": "response.output_text.done", **at, "text": text, "logprobs": []},
-                {"type": "response.content_part.done", **at, "part": part},
+                {"type": "response.content_part.added", **item_fields, "part": part | {"text": ""}},
+                {"type": "response.output_text.delta", **item_fields, "delta": text, "logprobs": []},
+                {"type": "response.output_text.done", **item_fields, "text": text, "logprobs": []},
+                {"type": "response.content_part.done", **item_fields, "part": part},
             ]
         else:
             name = "response.function_call_arguments"
-            events.append({"type": f"{name}.delta", **at, "delta": item["arguments"]})
-            events.append({"type": f"{name}.done", **at, "name": item["name"], "arguments": item["arguments"]})
+            events.append({"type": f"{name}.delta", **item_fields, "delta": item["arguments"]})
+            events.append({"type": f"{name}.done", **item_fields, "name": item["name"], "arguments": item["arguments"]})
         events.append({"type": "response.output_item.done", "output_index": i, "item": item})
-    events.append({"type": f"response.{done['status']}", "response": done})
+    events.append({"type": f"response.{response['status']}", "response": response})
     for number, event in enumerate(events):
         yield event["type"], event | {"sequence_number": number}
 
 
 def _response_head(reply: Reply) -> dict[str, Any]:
     fixed: dict[str, Any] = {"tool_choice": "auto", "tools": [], "error": None}
-    named = {"id": _RESPONSE_ID + reply.id, "object": "response", "created_at": reply.created, "model": reply.model}
-    return named | fixed | {"instructions": None, "metadata": {}, "temperature": None, "top_p": None}
+    fields = {"id": _RESPONSE_ID + reply.id, "object": "response", "created_at": reply.created, "model": reply.model}
+    return fields | fixed | {"instructions": None, "metadata": {}, "temperature": None, "top_p": None}
 
 
 def _output_items(reply: Reply) -> list[dict[str, Any]]:

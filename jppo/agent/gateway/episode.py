@@ -14,7 +14,7 @@ from jppo.agent.calls import OPENING, Call, Parser, opened_thought, without_call
 from jppo.agent.gateway import history
 from jppo.agent.gateway import request as r
 from jppo.agent.gateway.history import Turn
-from jppo.agent.gateway.process import Ended
+from jppo.agent.gateway.process import ProgramEnd
 from jppo.agent.gateway.request import Body, Choice, Message, Reply, Request, ToolCall
 from jppo.agent.turn_tokens import Chat
 from jppo.errors import BadRequest, UserError
@@ -65,13 +65,13 @@ class Episode:
         self.earlier: dict[str, tuple[Message, ...]] = {}  # conversations without instructions, by their last reply
         self._language, self._rules, self._ask = language, rules, ask
         self._prompt, self._sampling, self._seed = prompt, sampling, seed
-        self._asked = itertools.count()
+        self._sample_numbers = itertools.count()
         self._events = itertools.count()  # requests and replies
-        self._kept: dict[str, Message] = {}  # the messages of `earlier`, once each
+        self._messages: dict[str, Message] = {}  # the messages of `earlier`, once each
         self._turns: list[Turn] = []
-        self._posted: list[tuple[Turn, float]] = []
+        self._posted_rewards: list[tuple[Turn, float]] = []
         self._calls = self._call_errors = 0
-        self._full = False  # a request had no room for an answer
+        self._out_of_room = False  # a request had no room for an answer
         self._began = time.monotonic()
         self._waiting, self._waits_since, self._waited_s = 0, 0.0, 0.0  # for the engine
 
@@ -81,71 +81,71 @@ class Episode:
         row = {"uid": p.uid, "prompt": p.messages, "data_source": p.data_source, "ground_truth": p.ground_truth}
         return row | {"extra": p.extra}
 
-    def keep(self, reply: str, messages: Sequence[Message]) -> None:
+    def remember(self, reply: str, messages: Sequence[Message]) -> None:
         """Remembers the conversation up to a reply."""
-        once = self._kept.setdefault
-        self.earlier[reply] = tuple(once(json.dumps(message, sort_keys=True), message) for message in messages)
+        intern = self._messages.setdefault
+        self.earlier[reply] = tuple(intern(json.dumps(message, sort_keys=True), message) for message in messages)
 
     async def answer(self, request: Request) -> Reply:
         """Samples the answers to a request and remembers them as turns."""
-        asked = next(self._events)
+        asked_at = next(self._events)
         try:
-            given, parent, state = self._context(request, json.dumps(request.tools, ensure_ascii=False))
+            new_ids, parent, state = self._context(request, json.dumps(request.tools, ensure_ascii=False))
         except (UserError, UnicodeError, TypeError, ValueError, LookupError, RecursionError) as e:
             raise BadRequest(f"the messages cannot be read: {e}") from e  # of the template or the tokenizer
-        ids = given if parent is None else parent.ids + given
+        ids = new_ids if parent is None else parent.ids + new_ids
         if not ids:
             raise BadRequest("the prompt has no tokens; send some text")
         limit = self._rules.max_prompt_length
         room = min(len(ids), limit) + self._sampling.max_tokens if parent is None else parent.room
         if room - len(ids) < 1:
             raise self._too_long(f"{len(ids)} tokens, and the conversation has room for {room} with an answer")
-        most = room - len(ids) if request.max_tokens is None else min(room - len(ids), request.max_tokens)
+        max_tokens = room - len(ids) if request.max_tokens is None else min(room - len(ids), request.max_tokens)
         stop = tuple(dict.fromkeys((*self._sampling.stop, *request.stop)))
-        sampling = dataclasses.replace(self._sampling, max_tokens=most, stop=stop)
-        numbers = itertools.islice(self._asked, request.n)
+        sampling = dataclasses.replace(self._sampling, max_tokens=max_tokens, stop=stop)
+        numbers = itertools.islice(self._sample_numbers, request.n)
         seeds = [self._seed if i == 0 else sample_seed(self._seed, i, 0) for i in numbers]
-        answers = await self._answers([self._ask(ids, sampling=sampling, seed=seed) for seed in seeds])
-        thinks = opened_thought(self._language.spell(ids[-OPENING:]))
-        choices = tuple(self._choice(answer, request, thinks) for answer in answers)
+        answers = await self._await_answers([self._ask(ids, sampling=sampling, seed=seed) for seed in seeds])
+        thought = opened_thought(self._language.spell(ids[-OPENING:]))
+        choices = tuple(self._make_choice(answer, request, thought) for answer in answers)
         reply = Reply(secrets.token_hex(16), int(time.time()), MODEL, len(ids), choices)
-        of_task = history.of_task(self._turns, request, self._task) if parent is None else parent.of_task
-        about = dict(reply=reply.id, asked=asked, answered=next(self._events), of_task=of_task, room=room)
+        with_task = history.begins_with_task(self._turns, request, self._task) if parent is None else parent.of_task
+        fields = dict(reply=reply.id, asked=asked_at, answered=next(self._events), of_task=with_task, room=room)
         for i, (answer, choice) in enumerate(zip(answers, choices, strict=True)):
-            self._turns.append(history.turn(parent, given, answer, choice, request, state, index=i, **about))
+            self._turns.append(history.make_turn(parent, new_ids, answer, choice, request, state, index=i, **fields))
         return reply
 
     def post(self, body: Body) -> dict[str, Any]:
         """Records a reward for the turn of the reply `id`, or for the last turn."""
-        amount, of = finite(body.get("reward")), r.optional(body, "id", str)
+        amount, reply_id = finite(body.get("reward")), r.optional(body, "id", str)
         if amount is None:
             raise BadRequest(f"reward={short(body.get('reward'))} must be a finite number")
-        turn = self._named(of) if of is not None else self._turns[-1] if self._turns else None
+        turn = self._turn_of_reply(reply_id) if reply_id is not None else self._turns[-1] if self._turns else None
         if turn is None:
             raise BadRequest("the reward is for no answer of this episode; post it after one, with its id or without")
-        self._posted.append((turn, amount))
+        self._posted_rewards.append((turn, amount))
         return {"object": "reward", "reward": amount}
 
-    def trajectory(self, ended: Ended) -> Trajectory:
+    def trajectory(self, ended: ProgramEnd) -> Trajectory:
         """Returns the branch of the episode's answer with the episode's reward and the other branches."""
-        posted = sum(amount for _, amount in self._posted)
+        posted = sum(amount for _, amount in self._posted_rewards)
         reported = _reported(ended.last)
-        reward, fault = self._outcome(ended, reported)
-        named = reported.get("answer_id")
-        if fault is None and named is not None and self._named(named) is None:
-            fault = f"the agent reported answer_id={short(named)}, which is no answer of this episode"
-        truncated = self._full and bool(self._turns) and ended.code not in (None, 0)
+        reward, fault = self._program_reward(ended, reported)
+        answer_id = reported.get("answer_id")
+        if fault is None and answer_id is not None and self._turn_of_reply(answer_id) is None:
+            fault = f"the agent reported answer_id={short(answer_id)}, which is no answer of this episode"
+        truncated = self._out_of_room and bool(self._turns) and ended.code not in (None, 0)
         fault = None if truncated else fault
-        about: dict[str, Any] = dict(calls=self._calls, call_errors=self._call_errors, call_s=0.0, fault=fault)
-        about |= dict(score=posted + reward, program_s=max(0.0, time.monotonic() - self._began - self._waited_s))
-        paths, p = history.branches(self._turns, self._named(named)), self._prompt
+        fields: dict[str, Any] = dict(calls=self._calls, call_errors=self._call_errors, call_s=0.0, fault=fault)
+        fields |= dict(score=posted + reward, program_s=max(0.0, time.monotonic() - self._began - self._waited_s))
+        paths, prompt = history.list_branches(self._turns, self._turn_of_reply(answer_id)), self._prompt
         if not paths:
-            return history.nothing_said(p.uid, p.ids, Exchange(**about))
+            return history.empty_trajectory(prompt.uid, prompt.ids, Exchange(**fields))
         trained, trajectories = set[int](), []
         for path in paths[: self._rules.branches]:
-            t = history.trajectory(p.uid, path, trained, self._language.decode)
-            earned = history.earned(path, t, self._posted)
-            exchange = Exchange(**about, earned=earned, branches_left_out=max(0, len(paths) - self._rules.branches))
+            t = history.to_trajectory(prompt.uid, path, trained, self._language.decode)
+            rewards = history.branch_rewards(path, t, self._posted_rewards)
+            exchange = Exchange(**fields, earned=rewards, branches_left_out=max(0, len(paths) - self._rules.branches))
             trajectories.append(dataclasses.replace(t, exchange=exchange, finish="length" if truncated else t.finish))
         return dataclasses.replace(trajectories[0], branches=tuple(trajectories[1:]))
 
@@ -155,7 +155,7 @@ class Episode:
         messages = self._prompt.messages
         return messages if isinstance(messages, str) else messages[-1]["content"]
 
-    def _named(self, reply: Any) -> Turn | None:
+    def _turn_of_reply(self, reply: Any) -> Turn | None:
         """Returns the last turn of the reply with this id."""
         name = re.split("[-_]", reply)[-1] if isinstance(reply, str) else None
         return next((turn for turn in reversed(self._turns) if name == turn.reply), None)
@@ -166,35 +166,37 @@ class Episode:
         if characters > self._language.longest:
             raise self._too_long(f"{characters} characters, more than fit")
         chat = self._language.chat(schemas)
-        only = request.text
+        single_text = request.text
         if self._language.format == "plain" and [m["role"] for m in request.messages] == ["user"]:
-            only = request.messages[0]["content"]
-        if only is not None and only == self._prompt.messages:
-            return self._prompt.ids.tolist(), None, history.followed((), request.messages, schemas)[0]
-        return history.context(self._turns, request, chat, schemas)
+            single_text = request.messages[0]["content"]
+        if single_text is not None and single_text == self._prompt.messages:
+            return self._prompt.ids.tolist(), None, history.find_parent((), request.messages, schemas)[0]
+        return history.resolve(self._turns, request, chat, schemas)
 
     def _too_long(self, size: str) -> BadRequest:
-        self._full = True
+        self._out_of_room = True
         return BadRequest(f"the request has {size}", code="context_length_exceeded")
 
-    async def _answers(self, asked: list[Awaitable[Answer]]) -> list[Answer]:
+    async def _await_answers(self, requests: list[Awaitable[Answer]]) -> list[Answer]:
+        """Awaits the engine's answers, and adds the time to that without the agent."""
         if not self._waiting:
             self._waits_since = time.monotonic()
         self._waiting += 1
         try:
-            return await asyncio.gather(*asked) if len(asked) > 1 else [await asked[0]]
+            return await asyncio.gather(*requests) if len(requests) > 1 else [await requests[0]]
         finally:
             self._waiting -= 1
             if not self._waiting:
                 self._waited_s += time.monotonic() - self._waits_since
 
-    def _choice(self, answer: Answer, request: Request, thinks: str) -> Choice:
+    def _make_choice(self, answer: Answer, request: Request, thought: str) -> Choice:
+        """Makes an answer as the agent gets it: without stop text, with its calls parsed."""
         language, tokens = self._language, answer.tokens
         text = language.spell(tokens[:-1] if tokens[-1] in language.ends else tokens)
         stops = [(text.index(stop), stop) for stop in request.stop if stop in text]
-        at, stopped_by = min(stops, default=(len(text), None))
-        text, tail = text[:at], text[at:]
-        parsed = language.parse(thinks + text, request.tools) if request.tools and request.calls else []
+        text_end, stopped_by = min(stops, default=(len(text), None))
+        text, tail = text[:text_end], text[text_end:]
+        parsed = language.parse(thought + text, request.tools) if request.tools and request.calls else []
         valid = [call for call in parsed if isinstance(call, Call)]
         calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", call.name, call.arguments) for call in valid)
         self._calls += len(parsed)
@@ -202,7 +204,7 @@ class Episode:
         if len(calls) < len(parsed) or (len(calls) > 1 and not request.parallel):  # they are sent as text
             calls = ()
         return Choice(
-            text=without_calls(thinks + text, language.format).removeprefix(thinks) if calls else text,
+            text=without_calls(thought + text, language.format).removeprefix(thought) if calls else text,
             tail=tail,
             raw=text + tail,
             calls=calls,
@@ -212,20 +214,20 @@ class Episode:
             tokens=tuple(zip(language.pieces(tokens), answer.logprob, strict=True)) if request.logprobs else (),
         )
 
-    def _outcome(self, ended: Ended, reported: dict[str, Any]) -> tuple[float, str | None]:
+    def _program_reward(self, ended: ProgramEnd, reported: dict[str, Any]) -> tuple[float, str | None]:
         """Returns what the program earned by its end, and why the sample is left out."""
-        kind, code = self._rules.reward, ended.code
+        source, code = self._rules.reward, ended.code
         if code is None:
             return 0.0, f"the agent took longer than rollout.agent_timeout_s={self._rules.timeout_s:g}"
-        if code != 0 and not (kind == "exit" and code == 1):
+        if code != 0 and not (source == "exit" and code == 1):
             return 0.0, f"the agent exited with {code}: {ended.error[:200] or 'no error output'}"
         if not self._turns:
             return 0.0, "the agent received no answer: it sent no valid request"
-        if kind != "reported":
-            return float(kind == "exit" and code == 0), None
-        given = reported.get("reward")
-        amount = finite(given)
-        if amount is None and (given is not None or not self._posted):
+        if source != "reported":
+            return float(source == "exit" and code == 0), None
+        reported_reward = reported.get("reward")
+        amount = finite(reported_reward)
+        if amount is None and (reported_reward is not None or not self._posted_rewards):
             return 0.0, f"the agent reported no reward; its last line is {short(ended.last)}"
         return amount or 0.0, None
 

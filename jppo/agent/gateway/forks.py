@@ -29,28 +29,28 @@ _AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def main(channel: socket.socket, work: Callable[[], int]) -> None:
-    """Forks until the socket is closed."""
+    """Forks a program for each episode, until the socket is closed."""
     child_process.inherit_orphans()
-    wakes, wake = os.pipe()
-    for end in (wakes, wake):
+    wake_read, wake_write = os.pipe()
+    for end in (wake_read, wake_write):
         os.set_blocking(end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake)
+    signal.set_wakeup_fd(wake_write)
     try:
         with contextlib.suppress(ConnectionError):  # the trainer has ended with messages unread: as at a closed socket
-            _fork_for_each(channel, wakes, work)
+            _fork_for_each(channel, wake_read, work)
     finally:
         child_process.kill_all()
 
 
-def _fork_for_each(channel: socket.socket, wakes: int, work: Callable[[], int]) -> None:
-    """Forks for each episode that the gateway sends; `wakes` can be read after a guard has ended."""
+def _fork_for_each(channel: socket.socket, wake_read: int, work: Callable[[], int]) -> None:
+    """Forks for each episode that the gateway sends; `wake_read` can be read after a guard has ended."""
     running: dict[int, int] = {}
     while True:
-        ready, _, _ = select.select([channel.fileno(), wakes], [], [])
-        if wakes in ready:
-            os.read(wakes, 2**12)
-            for pid, code in _ended(running):
+        ready, _, _ = select.select([channel.fileno(), wake_read], [], [])
+        if wake_read in ready:
+            os.read(wake_read, 2**12)
+            for pid, code in _reap_guards(running):
                 channel.send(json.dumps({"id": running.pop(pid), "code": code}).encode())
         if channel.fileno() in ready:
             data, files, _, _ = socket.recv_fds(channel, 2**16, 3)
@@ -69,7 +69,7 @@ def _fork_for_each(channel: socket.socket, wakes: int, work: Callable[[], int]) 
             channel.send(json.dumps({"id": message["id"]}).encode())
 
 
-def _ended(running: dict[int, int]) -> list[tuple[int, int]]:
+def _reap_guards(running: dict[int, int]) -> list[tuple[int, int]]:
     """Returns the guards that have ended, with the exit codes of their programs."""
     statuses = [os.waitpid(pid, os.WNOHANG) for pid in running]
     return [(pid, os.waitstatus_to_exitcode(status)) for pid, status in statuses if pid]
@@ -77,7 +77,7 @@ def _ended(running: dict[int, int]) -> list[tuple[int, int]]:
 
 def _guard(work: Callable[[], int], env: dict[str, str], files: list[int], channel: socket.socket) -> NoReturn:
     """Forks the program of an episode; after its end, or at SIGTERM, kills its descendants and ends as it did."""
-    code, me, server = CRASHED, os.getpid(), os.getppid()
+    code, guard, server = CRASHED, os.getpid(), os.getppid()
     try:
         signal.set_wakeup_fd(-1)
         channel.close()
@@ -88,17 +88,17 @@ def _guard(work: Callable[[], int], env: dict[str, str], files: list[int], chann
             os.dup2(file, i)
             os.close(file)
         if (program := os.fork()) == 0:
-            child_process.end_with_parent(me, signal.SIGKILL)
-            _become(work, env)
-        code = _code_of(program)
+            child_process.end_with_parent(guard, signal.SIGKILL)
+            _run_program(work, env)
+        code = _wait_for_program(program)
         child_process.kill_all()
     except BaseException:
         traceback.print_exc()
     finally:
-        child_process.end_like(code)
+        child_process.exit_like(code)
 
 
-def _code_of(program: int) -> int:
+def _wait_for_program(program: int) -> int:
     """Returns the program's exit code; at SIGTERM, the code of a killed program."""
     while signal.sigwait(_AWAITED) != signal.SIGTERM:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # also orphans
@@ -107,8 +107,8 @@ def _code_of(program: int) -> int:
     return -signal.SIGKILL
 
 
-def _become(work: Callable[[], int], env: dict[str, str]) -> NoReturn:
-    """Does the work in a fork, which ends with it."""
+def _run_program(work: Callable[[], int], env: dict[str, str]) -> NoReturn:
+    """Does the work in a fork, which ends with the work's exit code."""
     code = CRASHED
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -132,15 +132,15 @@ def _become(work: Callable[[], int], env: dict[str, str]) -> NoReturn:
 
 
 def call_with_task(function: Callable[..., Any]) -> int:
-    """Runs the function with the task."""
+    """Calls the function with the task from standard input, and prints what it returns as JSON."""
     returned = function(json.loads(sys.stdin.readline()))
     returned = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
     if returned is not None:
-        print(f"\n{json.dumps(returned, default=_plain)}")  # on a separate line
+        print(f"\n{json.dumps(returned, default=_to_json)}")  # on a separate line
     return 0
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Returns a number of numpy or torch as Python's, and any other object as text."""
     return value.item() if hasattr(value, "item") else str(value)
 

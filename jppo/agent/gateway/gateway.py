@@ -27,7 +27,7 @@ HOST = "127.0.0.1"
 FILES_OF_ONE, OTHER_FILES = 5, 128  # open ones of an episode, with two connections; of the rest of the process
 
 
-class _Open(NamedTuple):
+class _OpenEpisode(NamedTuple):
     """An episode whose program runs."""
 
     secret: str
@@ -46,22 +46,22 @@ class Gateway:
                 f"rollout.agent_concurrency={concurrency} needs {needed} open files; the limit is {allowed}:"
                 f" lower it to {max(1, (allowed - OTHER_FILES) // FILES_OF_ONE)}, or raise the limit (ulimit -n)"
             )
-        self._program = process.program_of(agent)
+        self._program = process.parse_agent(agent)
         self._language, self._rules, self._concurrency = language, rules, concurrency
-        self._open: dict[str, _Open] = {}  # by name
+        self._open: dict[str, _OpenEpisode] = {}  # by name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
     async def talk(self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
-        """Runs an episode; `Talk`."""
+        """Runs an episode of the agent's program for one sample; the run's `Talk`."""
         engine, context = asyncio.get_running_loop(), contextvars.copy_context()  # with the sample's span
 
         async def on_engine(ids: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
             asked = ask(ids, sampling=sampling, seed=seed, near=near)
-            return await asyncio.wrap_future(context.run(asyncio.run_coroutine_threadsafe, _whole(asked), engine))
+            return await asyncio.wrap_future(context.run(asyncio.run_coroutine_threadsafe, _await(asked), engine))
 
         arguments = (self._language, self._rules, on_engine, prompt, sampling, seed)
-        future = asyncio.run_coroutine_threadsafe(self._hold(*arguments), self._running())
+        future = asyncio.run_coroutine_threadsafe(self._run_episode(*arguments), self._start_loop())
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
@@ -69,12 +69,12 @@ class Gateway:
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
-            asyncio.run_coroutine_threadsafe(self._end(), loop).result()
+            asyncio.run_coroutine_threadsafe(self._end_all(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join()
             loop.close()
 
-    def _running(self) -> asyncio.AbstractEventLoop:
+    def _start_loop(self) -> asyncio.AbstractEventLoop:
         """Returns the gateway's loop after starting the server on it."""
         with self._lock:
             if self._loop is None:
@@ -87,11 +87,11 @@ class Gateway:
 
     async def _start(self) -> None:
         self._slots = asyncio.Semaphore(self._concurrency)
-        self._server = HttpServer(self._answer, self._admit, _refusal)
+        self._server = HttpServer(self._answer_request, self._find_episode, _refusal)
         _, port = await self._server.start(HOST, 0)
         self._url = f"http://{HOST}:{port}"
 
-    async def _end(self) -> None:
+    async def _end_all(self) -> None:
         self._server.close()
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
@@ -99,17 +99,18 @@ class Gateway:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._program.close()
 
-    async def _hold(self, *arguments: Any) -> Trajectory:
+    async def _run_episode(self, *arguments: Any) -> Trajectory:
+        """Runs an agent's program for one sample; returns the trajectory of its requests."""
         async with self._slots:
             episode, name, secret = Episode(*arguments), secrets.token_hex(8), secrets.token_urlsafe(32)
             failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._open[name] = _Open(secret, episode, failure, set())
+            self._open[name] = _OpenEpisode(secret, episode, failure, set())
             env = process.episode_variables(self._url, f"{name}.{secret}")
             program = process.run_agent(self._program, episode.task(), env, self._rules.timeout_s)
             running = asyncio.ensure_future(program)
             try:
-                either: set[asyncio.Future[Any]] = {running, failure}
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                first_of: set[asyncio.Future[Any]] = {running, failure}
+                await asyncio.wait(first_of, return_when=asyncio.FIRST_COMPLETED)
                 if failure.done():
                     failure.result()
                 return episode.trajectory(await running)
@@ -121,16 +122,18 @@ class Gateway:
                     task.cancel()
                 await asyncio.wait({running})
 
-    def _admit(self, key: str) -> "_Open":
+    def _find_episode(self, key: str) -> _OpenEpisode:
+        """Returns the running episode of a key; BadRequest if there is none."""
         name, _, secret = key.partition(".")
         running = self._open.get(name)
-        known = secrets.token_urlsafe(32) if running is None else running.secret
-        if not hmac.compare_digest(known.encode(), secret.encode()) or running is None:
+        expected = secrets.token_urlsafe(32) if running is None else running.secret
+        if not hmac.compare_digest(expected.encode(), secret.encode()) or running is None:
             raise BadRequest("the key is of no episode that runs; send OPENAI_API_KEY", "authentication_error", 401)
         return running
 
-    async def _answer(self, call: HttpRequest) -> HttpReply:
-        running = self._admit(call.key)
+    async def _answer_request(self, call: HttpRequest) -> HttpReply:
+        """Answers a request of an agent by its API."""
+        running = self._find_episode(call.key)
         episode = running.episode
         if call.method == "GET" and call.path == "/v1/models":
             model = {"id": MODEL, "object": "model", "owned_by": "jppo", "created": 0}
@@ -158,14 +161,14 @@ class Gateway:
             running.answering.discard(answering)
         if api is RESPONSES:
             messages = request.messages[1:] if body.get("instructions") else request.messages
-            episode.keep(reply.id, (*messages, reply.choices[0].message))
+            episode.remember(reply.id, (*messages, reply.choices[0].message))
         return _stream(api.events(reply, request)) if request.stream else json_reply(api.write(reply, request))
 
 
 def _refusal(error: BadRequest) -> HttpReply:
     """Returns an error in a form that OpenAI's and Anthropic's clients read."""
-    about = {"message": str(error), "type": error.code, "code": error.code, "param": None}
-    return json_reply({"type": "error", "error": about}, error.status)
+    fields = {"message": str(error), "type": error.code, "code": error.code, "param": None}
+    return json_reply({"type": "error", "error": fields}, error.status)
 
 
 def _stream(events: Iterable[tuple[str, Any]]) -> HttpReply:
@@ -176,6 +179,7 @@ def _stream(events: Iterable[tuple[str, Any]]) -> HttpReply:
     return HttpReply(text.encode(), "text/event-stream")
 
 
-async def _whole(asked: Any) -> Answer:
+async def _await(asked: Any) -> Answer:
+    """Makes a coroutine of an awaitable, as `run_coroutine_threadsafe` needs."""
     answer: Answer = await asked
     return answer

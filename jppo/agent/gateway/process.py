@@ -35,7 +35,7 @@ Files = Sequence[IO[bytes]]  # input, output, error output
 End = tuple[int, str]  # exit code; why, if the program did not end by itself
 
 
-class Ended(NamedTuple):
+class ProgramEnd(NamedTuple):
     """How a program ended."""
 
     code: int | None  # None: it exceeded its time
@@ -43,16 +43,16 @@ class Ended(NamedTuple):
     error: str  # the last line of its error output
 
 
-def program_of(agent: str) -> "Program":
+def parse_agent(agent: str) -> "Program":
     """Returns the program of `rollout.agent`: a command line, or PATH.py:FUNCTION; starts nothing."""
     if _FUNCTION.fullmatch(agent):
-        place, _, name = agent.rpartition(":")
-        file = expanded(place) if place.endswith(".py") else _module_file(place, agent)
+        path_or_module, _, name = agent.rpartition(":")
+        file = expanded(path_or_module) if path_or_module.endswith(".py") else _module_file(path_or_module, agent)
         if file is not None and not file.is_file():
-            raise UserError(f"rollout.agent={agent!r}: there is no file {place}; write its path")
+            raise UserError(f"rollout.agent={agent!r}: there is no file {path_or_module}; write its path")
         if file is not None:
-            said_as = f"rollout.agent={agent!r}"
-            require_name(read_source(file, said_as), file, name, said_as)
+            setting = f"rollout.agent={agent!r}"
+            require_name(read_source(file, setting), file, name, setting)
         return Program(agent, ("function", agent))
     try:
         command = shlex.split(agent)
@@ -68,9 +68,10 @@ def _module_file(name: str, agent: str) -> pathlib.Path | None:
     """Returns the file of a top-level module as `forks.py` finds it, with this folder last; imports nothing."""
     top, dot, _ = name.partition(".")
     here = os.getcwd()
-    further = [place for place in sys.path if place not in ("", here)]
-    places = [*child_process.python_path().split(os.pathsep), *further, here]
-    spec = PathFinder.find_spec(top, places) or importlib.util.find_spec(top)  # the last: built-in, or of other finders
+    other_paths = [place for place in sys.path if place not in ("", here)]
+    search_paths = [*child_process.python_path().split(os.pathsep), *other_paths, here]
+    # the last: built-in, or of other finders
+    spec = PathFinder.find_spec(top, search_paths) or importlib.util.find_spec(top)
     if spec is None:
         raise UserError(f"rollout.agent={agent!r}: there is no module {top}; install it, or write PATH.py:FUNCTION")
     return pathlib.Path(spec.origin) if spec.origin and spec.origin.endswith(".py") and not dot else None
@@ -78,15 +79,16 @@ def _module_file(name: str, agent: str) -> pathlib.Path | None:
 
 def episode_variables(url: str, key: str) -> dict[str, str]:
     """Returns the variables of an episode: the gateway's addresses and the key."""
-    own = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
-    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    hosts = "127.0.0.1,localhost" + (f",{direct}" if direct else "")
-    return own | dict.fromkeys(("NO_PROXY", "no_proxy"), hosts)
+    env = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
+    no_proxy = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    hosts = "127.0.0.1,localhost" + (f",{no_proxy}" if no_proxy else "")
+    return env | dict.fromkeys(("NO_PROXY", "no_proxy"), hosts)
 
 
-def _inherited() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED}
-    return kept | {"PYTHONPATH": child_process.python_path()}
+def _inherited_environment() -> dict[str, str]:
+    """Returns the trainer's environment without the servers' keys, with a path to jppo."""
+    variables = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED}
+    return variables | {"PYTHONPATH": child_process.python_path()}
 
 
 class Program:
@@ -109,10 +111,10 @@ class Program:
             if self._failed is not None:
                 raise self._failed
             if self._process is None:
-                await self._open(loop, timeout_s)
+                await self._start_process(loop, timeout_s)
             self._waiting[number] = futures = loop.create_future(), loop.create_future()
             message = json.dumps({"id": number, "env": dict(env)}).encode()
-            with contextlib.suppress(ConnectionError):  # the process has just ended: `_read` notices
+            with contextlib.suppress(ConnectionError):  # the process has just ended: `_read_message` notices
                 socket.send_fds(self._channel, [message], [file.fileno() for file in files])
             await futures[0]
             return number, futures[1]
@@ -138,58 +140,59 @@ class Program:
         await process.wait()
         self._log.close()
 
-    async def _open(self, loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    async def _start_process(self, loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
+        self._channel, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._ready = loop.create_future()
-        with theirs:
+        with child_socket:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "jppo.agent.gateway.forks", str(theirs.fileno()), *self._work),
-                stdin=asyncio.subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=_inherited(),
-                pass_fds=[theirs.fileno()], start_new_session=True,
+                *(sys.executable, "-P", "-m", "jppo.agent.gateway.forks", str(child_socket.fileno()), *self._work),
+                stdin=asyncio.subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=_inherited_environment(),
+                pass_fds=[child_socket.fileno()], start_new_session=True,
             )  # fmt: skip
-        loop.add_reader(self._channel, self._read)
-        late = loop.call_later(timeout_s, self._fail, f"its import exceeds rollout.agent_timeout_s={timeout_s:g}")
+        loop.add_reader(self._channel, self._read_message)
+        timer = loop.call_later(timeout_s, self._fail, f"its import exceeds rollout.agent_timeout_s={timeout_s:g}")
         try:
             await self._ready
         finally:
-            late.cancel()
+            timer.cancel()
 
-    def _read(self) -> None:
+    def _read_message(self) -> None:
+        """Reads a message of the process: it is ready, or an episode has started or ended."""
         data = b""
         with contextlib.suppress(ConnectionError):
             data = self._channel.recv(2**16)
         if not data:
-            self._lost()
+            self._handle_lost_process()
             return
         message = json.loads(data)
         if "ready" in message:
             self._ready.set_result(None)
         elif "code" in message:
             self._deaths = 0
-            _tell(self._waiting.pop(message["id"])[1], (message["code"], ""))
+            _resolve(self._waiting.pop(message["id"])[1], (message["code"], ""))
         else:
-            _tell(self._waiting[message["id"]][0], None)
+            _resolve(self._waiting[message["id"]][0], None)
 
-    def _lost(self) -> None:
+    def _handle_lost_process(self) -> None:
         """Ends the episodes of a process that has ended, and their samples; the next episode starts another one."""
-        why, self._deaths = last_line(self._log), self._deaths + 1
+        reason, self._deaths = last_line(self._log), self._deaths + 1
         if not self._ready.done() or self._deaths == MOST_DEATHS:
-            self._fail(why or "its process ended")
+            self._fail(reason or "its process ended")
             return
         asyncio.get_running_loop().remove_reader(self._channel)
         self._channel.close()
         self._log.close()
         self._process = None
         for started, ended in self._waiting.values():
-            _tell(started, None)
-            _tell(ended, (-signal.SIGKILL, f"the process that starts all agents has ended; {why}".rstrip("; ")))
+            _resolve(started, None)
+            _resolve(ended, (-signal.SIGKILL, f"the process that starts all agents has ended; {reason}".rstrip("; ")))
         self._waiting.clear()
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         """Fails all episodes, also later ones."""
         asyncio.get_running_loop().remove_reader(self._channel)
-        self._failed = RolloutError(f"the agent {self._agent} cannot be run: {why}")
+        self._failed = RolloutError(f"the agent {self._agent} cannot be run: {reason}")
         waiting: list[asyncio.Future[Any]] = [self._ready]
         for future in (*waiting, *(future for futures in self._waiting.values() for future in futures)):
             if not future.done():
@@ -198,31 +201,32 @@ class Program:
         self._waiting.clear()
 
 
-def _tell(future: asyncio.Future[Any], result: Any) -> None:
+def _resolve(future: asyncio.Future[Any], result: Any) -> None:
+    """Sets a future's result, unless it is done or cancelled."""
     if not future.done():  # cancelled
         future.set_result(result)
 
 
-async def run_agent(program: Program, task: Mapping[str, Any], env: Mapping[str, str], timeout_s: float) -> Ended:
+async def run_agent(program: Program, task: Mapping[str, Any], env: Mapping[str, str], timeout_s: float) -> ProgramEnd:
     """Runs a program with the task as JSON on its input; afterwards none of its processes is left."""
     with contextlib.ExitStack() as stack:
-        given, output, error = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-        given.write(json.dumps(task, default=_plain).encode() + b"\n")
-        given.seek(0)
-        starting = asyncio.ensure_future(program.start(env, (given, output, error), timeout_s))
-        code, why = None, ""
+        task_file, output, error = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        task_file.write(json.dumps(task, default=_to_json).encode() + b"\n")
+        task_file.seek(0)
+        starting = asyncio.ensure_future(program.start(env, (task_file, output, error), timeout_s))
+        code, reason = None, ""
         try:
             _, ended = await asyncio.shield(starting)
             with contextlib.suppress(TimeoutError):
-                code, why = await asyncio.wait_for(asyncio.shield(ended), timeout_s)
+                code, reason = await asyncio.wait_for(asyncio.shield(ended), timeout_s)
         finally:
             number, ended = await starting
             program.end(number)
             await asyncio.wait({ended})
-        return Ended(code, last_line(output), why or last_line(error))
+        return ProgramEnd(code, last_line(output), reason or last_line(error))
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 

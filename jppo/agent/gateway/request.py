@@ -68,7 +68,7 @@ class Choice:
         """Returns the answer as a message."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.calls:
-            message["tool_calls"] = [call_of(call.id, call.name, call.arguments) for call in self.calls]
+            message["tool_calls"] = [make_call(call.id, call.name, call.arguments) for call in self.calls]
         return message
 
 
@@ -88,7 +88,7 @@ class Reply:
         return sum(choice.length for choice in self.choices)
 
 
-def call_of(id: str, name: str, arguments: Any) -> Message:
+def make_call(id: str, name: str, arguments: Any) -> Message:
     """Returns a tool call as an entry of a message; JSON text of arguments is parsed where it is valid."""
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
@@ -126,7 +126,7 @@ def whole_number(body: Body, name: str, least: int = 1, most: int | None = None)
     return value
 
 
-def texts(body: Body, name: str) -> tuple[str, ...]:
+def text_list(body: Body, name: str) -> tuple[str, ...]:
     """Returns an optional text or list of texts, none of them empty."""
     value = optional(body, name, (str, list), [])
     strings = [value] if isinstance(value, str) else value
@@ -137,7 +137,7 @@ def texts(body: Body, name: str) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def text_of(content: Any, kinds: Sequence[str]) -> str:
+def content_text(content: Any, kinds: Sequence[str]) -> str:
     """Returns the text of a message's content: a text, or parts of these kinds."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -153,12 +153,12 @@ def require_kind(part: Any, kinds: Sequence[str]) -> bool:
     return True
 
 
-def tools_of(body: Body, kind: str) -> list[Any]:
+def list_tools(body: Body, kind: str) -> list[Any]:
     """Returns the tools, all of this kind."""
     tools: list[Any] = optional(body, "tools", list, [])
     for tool in tools:
-        if (own := optional(tool, "type", str, kind)) != kind:
-            raise BadRequest(f"a tool has type={short(own)}; the policy calls tools of type={kind!r} only")
+        if (tool_kind := optional(tool, "type", str, kind)) != kind:
+            raise BadRequest(f"a tool has type={short(tool_kind)}; the policy calls tools of type={kind!r} only")
     return tools
 
 
@@ -171,11 +171,11 @@ def may_call(body: Body) -> bool:
 def schema(function: Any, parameters: str = "parameters") -> Schema:
     """Returns the schema of a tool in OpenAI's chat form."""
     head = {"name": required(function, "name", str), "description": optional(function, "description", str, "")}
-    given = optional(function, parameters, dict, {})
-    if not all(isinstance(name, str) for name in optional(given, "required", list, [])):
-        raise BadRequest(f"required={short(given['required'])} of the tool {short(head['name'])} must be names")
-    optional(given, "properties", dict)
-    return {"type": "function", "function": {**head, "parameters": given}}
+    params = optional(function, parameters, dict, {})
+    if not all(isinstance(name, str) for name in optional(params, "required", list, [])):
+        raise BadRequest(f"required={short(params['required'])} of the tool {short(head['name'])} must be names")
+    optional(params, "properties", dict)
+    return {"type": "function", "function": {**head, "parameters": params}}
 
 
 def refuse(body: Body, field: str, allowed: Sequence[Any], why: str) -> None:
@@ -200,11 +200,11 @@ def unsupported_sampling(body: Body) -> None:
     unsupported(body, structured_outputs={}, guided_json=None, guided_regex=None, guided_choice=None)
 
 
-def answerable(request: Request) -> Request:
+def require_answerable(request: Request) -> Request:
     """Returns a request that has something to answer."""
     if request.text is None and (not request.messages or request.messages[-1]["role"] == "assistant"):
         raise BadRequest("the messages must not be empty and must end with another role than 'assistant'")
     return request
 
 
-FREE = "the policy's sampling is not constrained in training"
+NOT_CONSTRAINED = "the policy's sampling is not constrained in training"

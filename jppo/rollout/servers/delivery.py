@@ -1,113 +1,32 @@
-"""The protocol of a kind of server, and the publish: all of a run's servers get the same weights, or none does.
+"""The publish: all of a run's servers get the same weights, or none does.
 
     for each offer: every server gets a part of the weights and checks it; one refusal ends it, with no server changed
-    pause -> take: every server loads and labels the weights -> resume
+    pause -> take: every server loads the weights and sets their version -> resume
 
-A publish begins in `PublishedServers.load`. A `ServerApi` has the routes for requests and pauses. A `Publisher` makes a
-`Delivery` of the trainer's tensors: `vllm/publish.py`, `sglang/client.py`. A server that breaks off is left to
-`repair.py`; a repaired server and one that joins get the current weights by `catch_up`.
+A delivery is one version of the weights on its way to the servers, an offer one step of it that changes nothing yet.
+
+A publish begins in `PublishedServers.load`. The `ServerApi` (`api.py`) pauses servers. A `Publisher` makes a `Delivery`
+of the trainer's tensors: `vllm/publish.py`, `sglang/client.py`. A server that breaks off is left to `repair.py`; a
+repaired server and one that joins get the current weights by `catch_up`.
 """
 
 import asyncio
 import contextlib
-import dataclasses
 import pathlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from jppo.errors import UserError
-from jppo.rollout.protocol import Kept, RolloutError, Served
+from jppo.rollout.protocol import RolloutError, Served
+from jppo.rollout.servers.api import ServerApi
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.member import Inspected, Member, Router
-from jppo.types import Sampling
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A server's answer to one request; `finish` may be 'abort': a weight update interrupted it."""
-
-    tokens: list[int]
-    logprob: list[float]
-    version: list[str]  # per token, as the server names the weights
-    finish: str
-    server: str = ""
-    experts: np.ndarray | None = None  # as in Answer
-    kept: Kept | None = None  # as in Answer
-
-
-class ServerApi(Protocol):
-    """The HTTP interface of one kind of server. Unexpected answers are ServerFaults."""
-
-    @property
-    def how(self) -> str:
-        """Returns the command that starts a suitable server."""
-
-    @property
-    def resume_route(self) -> str:
-        """Returns the route that ends a pause, for `curl -X POST`."""
-
-    def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
-        """Returns the route and the body of a request for one answer."""
-
-    def part(self, reply: Any, sampling: Sampling) -> Completion:
-        """Parses the reply to a request with this `sampling`, inside `replies.reading`."""
-
-    def inspect(self, endpoint: Endpoint) -> Inspected:
-        """Asks the server about itself; UserError if it is unsuitable for training."""
-
-    def paused(self, endpoint: Endpoint) -> bool:
-        """Whether requests would wait."""
-
-    def version(self, endpoint: Endpoint) -> int | None:
-        """Returns the version of its weights; None: not from this trainer."""
-
-    def working(self, endpoint: Endpoint, requests: int) -> bool:
-        """Whether it is sampling for so many requests, or as many as it can; False if it does not say."""
-
-    def pause(self, endpoint: Endpoint, mode: str) -> None:
-        """Stops sampling; `mode` is what happens to requests in flight: wait, abort or keep.
-
-        Caches of the old weights are dropped here, or by the load.
-        """
-
-    def resume(self, endpoint: Endpoint) -> None:
-        """Ends a pause."""
-
-    def sleep(self, endpoint: Endpoint, level: int) -> None:
-        """Frees device memory, with no requests in flight. Level 1 keeps the weights elsewhere, 2 drops them."""
-
-    def wake_up(self, endpoint: Endpoint, tag: str) -> None:
-        """Allocates the memory of 'weights' or of the 'kv_cache' again."""
-
-
-def end_ids(sampling: Sampling, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Returns the tokens that end a response."""
-    return (*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_ids)
-
-
-def sampling_params(sampling: Sampling, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Returns the parameters of one answer that all kinds of servers name alike."""
-    return {
-        "n": 1,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop_token_ids": list(end_ids(sampling, eos_token_ids)),
-        "stop": list(sampling.stop),
-        "skip_special_tokens": True,  # as in a trajectory's text
-        "spaces_between_special_tokens": True,
-    }
-
+from jppo.rollout.servers.member import Member, Router
 
 POLL_S = 0.05
 Step = Callable[[Endpoint], None]
@@ -141,7 +60,7 @@ class Delivery(Protocol):
         """Whether they are the whole model; otherwise an addition to the previous delivery."""
 
     @property
-    def alone(self) -> bool:
+    def exclusive(self) -> bool:
         """Whether no other delivery may be under way meanwhile."""
 
     def offers(self) -> Offers:
@@ -182,35 +101,35 @@ class ServedWeights:
         api: ServerApi,
         loop: asyncio.AbstractEventLoop,
         *,
-        broken: Callable[[Member, ServerFault], None],
+        on_broken: Callable[[Member, ServerFault], None],
         threads: int,
     ):
-        """`broken` is told of a server that breaks off."""
+        """`on_broken` is told of a server that breaks off."""
         self.version: int | None = None
         self.updates = 0
         self.lock = threading.RLock()  # held while weights are delivered
         self.paused: set[Endpoint] = set()  # by this run
         self.may_start = threading.Event()  # clear from a sleep to the next delivery: the trainer has their memory
         self.may_start.set()
-        self._current: tuple[Delivery, ...] = ()  # a whole model, then the latest addition
+        self._deliveries: tuple[Delivery, ...] = ()  # a whole model, then the latest addition
         self._router = router
         self._api = api
         self._loop = loop
-        self._broken = broken
+        self._on_broken = on_broken
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jppo-fleet")
 
     @property
     def model(self) -> str | None:
         """Returns the name of the model in requests; None: the server's own."""
-        return self._current[-1].model if self._current else None
+        return self._deliveries[-1].model if self._deliveries else None
 
     def require(self, versions: Sequence[str], oldest: int | None, url: str) -> None:
-        """ServerFault if the server at `url` sampled by other weights than those since the `oldest`."""
-        known = {str(v) for v in range(oldest or 0, (self.version or 0) + 1)}
-        if strange := sorted(set(versions) - known):
+        """Raises ServerFault if the server at `url` sampled by other weights than those since the `oldest`."""
+        known_versions = {str(v) for v in range(oldest or 0, (self.version or 0) + 1)}
+        if unknown_versions := sorted(set(versions) - known_versions):
             raise ServerFault(
-                f"the server at {url} sampled by the weights {', '.join(strange)}, not by version {self.version}:"
-                " another trainer uses it, or it was restarted"
+                f"the server at {url} sampled by the weights {', '.join(unknown_versions)}, not by version"
+                f" {self.version}: another trainer uses it, or it was restarted"
             )
 
     def deliver(self, delivery: Delivery, *, mode: str = "wait") -> None:
@@ -222,48 +141,48 @@ class ServedWeights:
         self.may_start.set()
         self._await_members(all_of_them=asleep)
         with self.lock:
-            taking = [member for member in self._router.members if member.up or member.blank]
+            taking = [member for member in self._router.members if member.up or member.without_weights]
             with contextlib.closing(delivery.offers()) as offers:
                 for offer in offers:
-                    taking = self._each(taking, offer)
+                    taking = self._run_on_each(taking, offer)
                     if not taking:  # all are being repaired
                         break
-            self._router.held = True
+            self._router.holds_requests = True
             try:
                 taking = self._wake_up(taking, "weights")
                 if mode == "wait":
-                    asyncio.run_coroutine_threadsafe(_drained(taking), self._loop).result()
-                taking = self._each(taking, lambda endpoint: self.pause(endpoint, mode))
-                taking = self._wake_up(self._each(taking, delivery.take), "kv_cache")
+                    asyncio.run_coroutine_threadsafe(_wait_until_idle(taking), self._loop).result()
+                taking = self._run_on_each(taking, lambda endpoint: self.pause(endpoint, mode))
+                taking = self._wake_up(self._run_on_each(taking, delivery.take), "kv_cache")
                 for member in taking:
-                    if member.up or member.blank:  # not given up meanwhile
-                        member.asleep, member.blank, member.up = False, False, True
-                before = () if delivery.whole else self._current[:1]
-                self._current, self.version = (*before, delivery), delivery.version
+                    if member.up or member.without_weights:  # not given up meanwhile
+                        member.asleep, member.without_weights, member.up = False, False, True
+                base_deliveries = () if delivery.whole else self._deliveries[:1]
+                self._deliveries, self.version = (*base_deliveries, delivery), delivery.version
                 self.updates += 1
-                self._each(taking, self.resume)
+                self._run_on_each(taking, self.resume)
             finally:
-                self._router.held = False
-                self._loop.call_soon_threadsafe(self._go_on)
+                self._router.holds_requests = False
+                self._loop.call_soon_threadsafe(self._end_update)
 
-    def catch_up(self, member: Member, then: Callable[[], None] = lambda: None) -> None:
-        """Delivers the current weights to one server, and calls `then` while they are still the current ones.
+    def catch_up(self, member: Member, on_current: Callable[[], None] = lambda: None) -> None:
+        """Delivers the current weights to one server, and calls `on_current` while they are still the current ones.
 
         No lock is held while the server loads, which may take minutes: a publish does not wait for it. If there was
         one meanwhile, the server gets the newer weights too, and the next publish waits for that.
         """
         member.asleep = False
         try:
-            given = self._current
-            if not any(delivery.alone for delivery in given):
-                self._bring(member, given)
+            deliveries = self._deliveries
+            if not any(delivery.exclusive for delivery in deliveries):
+                self._deliver_to(member, deliveries)
             with self.lock:
-                if self._current is not given or any(delivery.alone for delivery in given):
-                    self._bring(member, self._current)
+                if self._deliveries is not deliveries or any(delivery.exclusive for delivery in deliveries):
+                    self._deliver_to(member, self._deliveries)
                 member.up = True
-                then()
+                on_current()
         except WeightsGone:
-            member.up, member.blank = False, True
+            member.up, member.without_weights = False, True
             raise
 
     def pause(self, endpoint: Endpoint, mode: str) -> None:
@@ -284,16 +203,17 @@ class ServedWeights:
         self._await_members(all_of_them=True)
         self.may_start.clear()
         with self.lock:
-            self._router.held = True
+            self._router.holds_requests = True
             working = [member for member in self._router.members if member.up]
-            for member in self._each(working, lambda endpoint: self._api.sleep(endpoint, level)):
+            for member in self._run_on_each(working, lambda endpoint: self._api.sleep(endpoint, level)):
                 member.asleep = True
 
     def close(self, *, wait: bool) -> None:
         """Begins no further call; `wait` for those under way."""
         self._pool.shutdown(wait=wait, cancel_futures=True)
 
-    def _bring(self, member: Member, deliveries: Sequence[Delivery]) -> None:
+    def _deliver_to(self, member: Member, deliveries: Sequence[Delivery]) -> None:
+        """Delivers weights to one server; a refusal counts only if they are still the current ones."""
         endpoint = member.endpoint
         try:
             for delivery in deliveries:
@@ -304,49 +224,54 @@ class ServedWeights:
                 delivery.take(endpoint)
                 self.resume(endpoint)
         except RolloutError:
-            if self._current is deliveries:  # otherwise they may have been replaced while they were read
+            if self._deliveries is deliveries:  # otherwise they may have been replaced while they were read
                 raise
 
     def _await_members(self, *, all_of_them: bool) -> None:
         """Returns when a server works, and of `all_of_them` none is being restarted here."""
         while self._router.fatal is None:
             members = self._router.members
-            starting = all_of_them and any(member.mending and member.server is not None for member in members)
-            if not starting and any(member.up or member.blank for member in members):
+            starting = all_of_them and any(member.in_repair and member.server is not None for member in members)
+            if not starting and any(member.up or member.without_weights for member in members):
                 return
             time.sleep(POLL_S)
         raise self._router.fatal
 
     def _wake_up(self, members: Sequence[Member], tag: str) -> list[Member]:
+        """Has sleeping members allocate the memory of `tag` again; returns those that work."""
         asleep = [member for member in members if member.asleep]
         awake = [member for member in members if not member.asleep]
-        return [*awake, *self._each(asleep, lambda endpoint: self._api.wake_up(endpoint, tag))]
+        return [*awake, *self._run_on_each(asleep, lambda endpoint: self._api.wake_up(endpoint, tag))]
 
-    def _each(self, members: Sequence[Member], do: Step) -> list[Member]:
-        """Calls `do` on all members concurrently; broken ones are sent to repair and left out of the result.
+    def _run_on_each(self, members: Sequence[Member], step: Step) -> list[Member]:
+        """Calls `step` on all members concurrently; broken ones are sent to repair and left out of the result.
 
         A member that was replaced in between was not called: it gets the weights when it is repaired.
         """
-        futures = {self._pool.submit(do, member.endpoint): member for member in members if member.up or member.blank}
-        good, refused = [], []
+        futures = {
+            self._pool.submit(step, member.endpoint): member
+            for member in members
+            if member.up or member.without_weights
+        }
+        succeeded, refusals = [], []
         for future, member in futures.items():
             try:
                 future.result()
-                good.append(member)
+                succeeded.append(member)
             except ServerFault as e:
-                member.up = member.blank = False
-                self._broken(member, e)
+                member.up = member.without_weights = False
+                self._on_broken(member, e)
             except RolloutError as e:
-                if member.up or member.blank:
-                    refused.append(e)
-        if refused:
-            raise refused[0]
-        return good
+                if member.up or member.without_weights:
+                    refusals.append(e)
+        if refusals:
+            raise refusals[0]
+        return succeeded
 
-    def _go_on(self) -> None:
-        """Ends an update, on the loop."""
+    def _end_update(self) -> None:
+        """Lets requests continue after an update; called on the event loop."""
         for member in self._router.members:
-            member.resumed()
+            member.reset_timeout()
         self._router.wake_all()
 
 
@@ -374,19 +299,19 @@ class PublishedServers(Served):
         self.version = delivery.version
 
 
-async def _drained(members: Sequence[Member]) -> None:
+async def _wait_until_idle(members: Sequence[Member]) -> None:
     """Returns when no request is in flight at the members."""
-    while any(member.under_way for member in members):
+    while any(member.in_flight for member in members):
         await asyncio.sleep(POLL_S)
 
 
-def wants_token(endpoint: Endpoint, api: ServerApi) -> bool:
-    """Whether the server wants a token; otherwise warns, and it gets none."""
+def needs_token(endpoint: Endpoint, api: ServerApi) -> bool:
+    """Whether the server requires a token; otherwise warns, and it gets none."""
     try:
-        guarded = endpoint.guarded()
+        guarded = endpoint.requires_key()
     except RolloutError as e:
-        raise UserError(f"{e}; {api.how}") from e
+        raise UserError(f"{e}; {api.advice}") from e
     if not guarded:
         warning = "answers without a token: anyone who reaches it can replace the weights that the run samples from"
-        print(f"rollout: warning: the server at {endpoint.url} {warning}; {api.how}", file=sys.stderr, flush=True)
+        print(f"rollout: warning: the server at {endpoint.url} {warning}; {api.advice}", file=sys.stderr, flush=True)
     return guarded

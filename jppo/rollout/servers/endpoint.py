@@ -36,184 +36,186 @@ class Busy(ServerFault):
     """A server or proxy limits the rate of requests; nothing is wrong with it."""
 
 
-class Taken(RolloutError):
+class LeaseTaken(RolloutError):
     """Another trainer has the lease of the server."""
 
 
 class Endpoint:
-    """The routes of a server; `why` adds details when it does not answer, such as its last log lines.
+    """The routes of a server; `explain` adds details when it does not answer, such as its last log lines.
 
     Every request has its own connection: a pool would hold connections that closed during a training step, and hundreds
     of pooled connections cost the client more time than the tokens cost the server.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, why: Callable[[], str], key: Key = OPEN):
-        self._why = why
+    def __init__(self, url: str, *, timeout_s: float, explain: Callable[[], str], key: Key = OPEN):
+        self._explain = explain
         self.timeout_s = timeout_s
-        self.move(url, key)
+        self.set_address(url, key)
 
-    def move(self, url: str, key: Key) -> None:
+    def set_address(self, url: str, key: Key) -> None:
         """Sets a new address and key."""
         self.url, self._key = url.rstrip("/"), key
-        self._proven = {OPEN: ""}  # keys that the server has, and its process by that answer; shared with copies
+        self._process_ids = {OPEN: ""}  # keys that the server has, and its process by that answer; shared with copies
 
     @property
     def process(self) -> str:
         """Returns the random id of the process with the guard; '' without one."""
-        return self._proven.get(self._key, "")
+        return self._process_ids.get(self._key, "")
 
-    def guarded(self) -> bool:
+    def requires_key(self) -> bool:
         """Whether requests without the key are refused."""
         return run(self._request("GET", "/health", headers={})).status in (401, 403)
 
-    def lease(self) -> None:
+    def begin_lease(self) -> None:
         """Begins a new lease, after the server has ended the last."""
-        self.move(self.url, self._key.leased())
+        self.set_address(self.url, self._key.leased())
 
-    def leave(self) -> None:
+    def end_lease(self) -> None:
         """Gives the lease back, if there is one."""
         if self._key.trainer:
-            self.move(self.url, self._key.leased("end"))
-            self.see("/health")
+            self.set_address(self.url, self._key.leased("end"))
+            self.check("/health")
 
-    def within(self, timeout_s: float) -> "Endpoint":
+    def with_timeout(self, timeout_s: float) -> "Endpoint":
         """Returns the same server with another timeout."""
-        other = copy.copy(self)
-        other.timeout_s = timeout_s
-        return other
+        endpoint = copy.copy(self)
+        endpoint.timeout_s = timeout_s
+        return endpoint
 
     def get(self, route: str) -> Any:
         """Returns the route's JSON."""
-        return self._sent("GET", route, parsed=True)
+        return self._call("GET", route, as_json=True)
 
-    def get_field(self, route: str, name: str, kind: type[T]) -> T:
+    def get_field(self, route: str, field: str, kind: type[T]) -> T:
         """Returns a field of the route's JSON object; ServerFault unless it is of this kind."""
-        answered = self.get(route)
-        if not isinstance(answered, dict) or not isinstance(field := answered.get(name), kind):
-            raise ServerFault(f"the server at {self.url} answered {route} with {brief(answered)}")
-        return field
+        answer = self.get(route)
+        if not isinstance(answer, dict) or not isinstance(value := answer.get(field), kind):
+            raise ServerFault(f"the server at {self.url} answered {route} with {brief(answer)}")
+        return value
 
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
         """Posts `body` and returns the JSON answer."""
-        return self._sent("POST", route, body, parsed=True)
+        return self._call("POST", route, body, as_json=True)
 
-    def tell(self, route: str, body: Mapping[str, Any]) -> None:
+    def post_for_text(self, route: str, body: Mapping[str, Any]) -> None:
         """Like `post`, for a route that answers with text."""
-        self._sent("POST", route, body)
+        self._call("POST", route, body)
 
-    async def ask(self, route: str, body: Mapping[str, Any], *, most: int | None = None) -> Any:
+    async def ask(self, route: str, body: Mapping[str, Any], *, max_bytes: int | None = None) -> Any:
         """Like `post`, concurrently and without a timeout: the caller tracks the server's progress.
 
-        `most`: bytes of the answer.
+        `max_bytes`: bytes of the answer.
         """
-        await self._prove()
-        own = self._key.headers()
-        with self._explained(route):
-            reply = await send("POST", self.url + route, json.dumps(body).encode(), own, most=most)
-        return self._parsed(route, self._accepted(route, own, reply))
+        await self._require_proof()
+        headers = self._key.headers()
+        with self._as_faults(route):
+            reply = await send("POST", self.url + route, json.dumps(body).encode(), headers, limit=max_bytes)
+        return self._parse(route, self._require_success(route, headers, reply))
 
-    async def look(self, route: str) -> None:
+    async def check_async(self, route: str) -> None:
         """Returns when the route answers with 200."""
-        await self._prove()
-        own = self._key.headers()
-        self._accepted(route, own, await self._request("GET", route, headers=own))
+        await self._require_proof()
+        headers = self._key.headers()
+        self._require_success(route, headers, await self._request("GET", route, headers=headers))
 
-    def see(self, route: str) -> None:
-        """Blocking version of `look`."""
-        self._sent("GET", route)
+    def check(self, route: str) -> None:
+        """Blocking version of `check_async`."""
+        self._call("GET", route)
 
-    def late(self, route: str) -> ServerFault:
+    def timeout_fault(self, route: str) -> ServerFault:
         """Returns the fault of a late answer."""
         return self.fault(f"did not answer {route} within {self.timeout_s:g} s")
 
-    def _sent(self, method: str, route: str, body: Mapping[str, Any] | None = None, *, parsed: bool = False) -> Any:
+    def _call(self, method: str, route: str, body: Mapping[str, Any] | None = None, *, as_json: bool = False) -> Any:
         """Returns the content of the answer, or its JSON; a request that a busy server refuses is repeated."""
-        content = run(self._repeated(method, route, body))
-        return self._parsed(route, content) if parsed else content
+        content = run(self._request_again(method, route, body))
+        return self._parse(route, content) if as_json else content
 
-    async def _repeated(self, method: str, route: str, body: Mapping[str, Any] | None) -> bytes:
-        await self._prove()
-        for tried in range(TRIES):
-            own = self._key.headers()
-            reply = await self._request(method, route, body, headers=own)
-            if reply.status != BUSY or tried == TRIES - 1:
+    async def _request_again(self, method: str, route: str, body: Mapping[str, Any] | None) -> bytes:
+        """Returns the content of the answer; a request that a busy server refuses is repeated."""
+        await self._require_proof()
+        for attempt in range(TRIES):
+            headers = self._key.headers()
+            reply = await self._request(method, route, body, headers=headers)
+            if reply.status != BUSY or attempt == TRIES - 1:
                 break
-            await asyncio.sleep(wait_s(_after(reply), tried, self.timeout_s))
-        return self._accepted(route, own, reply)
+            await asyncio.sleep(retry_pause_s(_retry_after_s(reply), attempt, self.timeout_s))
+        return self._require_success(route, headers, reply)
 
-    async def _prove(self) -> None:
+    async def _require_proof(self) -> None:
         """ServerFault unless the server proves, once until it fails, that it has the token, before it is sent."""
-        if self._key not in self._proven:
-            reply = await self._request("GET", "/health", headers=(asked := guard.challenge()))
-            if not self._key.opened(asked, reply.headers):
+        if self._key not in self._process_ids:
+            reply = await self._request("GET", "/health", headers=(challenge := guard.challenge()))
+            if not self._key.is_proven(challenge, reply.headers):
                 raise self.fault(f"does not prove that it has this run's {TOKEN}, so it is not sent")
-            self._proven[self._key] = reply.headers.get(PROCESS_HEADER, "")
+            self._process_ids[self._key] = reply.headers.get(PROCESS_HEADER, "")
 
     async def _request(
         self, method: str, route: str, body: Mapping[str, Any] | None = None, *, headers: Mapping[str, str]
     ) -> Reply:
         content = b"" if body is None else json.dumps(body).encode()
-        with self._explained(route):
+        with self._as_faults(route):
             async with asyncio.timeout(self.timeout_s):
                 return await send(method, self.url + route, content, headers)
 
     @contextlib.contextmanager
-    def _explained(self, route: str) -> Iterator[None]:
+    def _as_faults(self, route: str) -> Iterator[None]:
+        """Makes a ServerFault of any failure of a connection within the block."""
         try:
             yield
         except TimeoutError as e:
-            raise self.late(route) from e
+            raise self.timeout_fault(route) from e
         except Broken as e:
             raise self.fault(f"broke off {route} ({e})") from e
         except OSError as e:
             raise self.fault(f"broke off {route} ({type(e).__name__} {e})") from e
 
-    def _parsed(self, route: str, content: bytes) -> Any:
+    def _parse(self, route: str, content: bytes) -> Any:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as e:  # also for content that is not Unicode, or nested too deep
-            said = f"answered {route} with {quoted(content, 200)!r}, which is not valid JSON ({type(e).__name__})"
-            raise self.fault(said) from e
+            message = f"answered {route} with {quoted(content, 200)!r}, which is not valid JSON ({type(e).__name__})"
+            raise self.fault(message) from e
 
-    def _accepted(self, route: str, sent: Mapping[str, str], reply: Reply) -> bytes:
-        """Returns the content of a good reply to a request with the headers `sent`."""
-        status, opened = reply.status, self._key.opened(sent, reply.headers)
+    def _require_success(self, route: str, sent_headers: Mapping[str, str], reply: Reply) -> bytes:
+        """Returns the content of a good reply to a request with the headers `sent_headers`."""
+        status, is_proven = reply.status, self._key.is_proven(sent_headers, reply.headers)
         route = route.partition("?")[0]
-        if status == 200 and opened:
+        if status == 200 and is_proven:
             return reply.content
-        answered = f"answered {route} with {status}: {quoted(reply.content, 500)}"
+        message = f"answered {route} with {status}: {quoted(reply.content, 500)}"
         # of the server or of a proxy; the guard may know nothing of a crash
         if status in (MISSING, BUSY) or not (status == 200 or 400 <= status < 500):
-            fault = self.fault(answered, Busy if status == BUSY else ServerFault)
-            fault.after_s = _after(reply) if status < 500 or "retry-after" in reply.headers else None
+            fault = self.fault(message, Busy if status == BUSY else ServerFault)
+            fault.after_s = _retry_after_s(reply) if status < 500 or "retry-after" in reply.headers else None
             raise fault
-        if not opened:
+        if not is_proven:
             raise self.fault(f"sent no proof on {route} that it is the server started here")
         if status in (401, 403):
-            answered += f"; set {TOKEN} to the value that the server was started with, and resume"
+            message += f"; set {TOKEN} to the value that the server was started with, and resume"
         # an error of the request; the server's message is complete
-        raise (Taken if status == TAKEN else RolloutError)(f"the server at {self.url} {answered}")
+        raise (LeaseTaken if status == TAKEN else RolloutError)(f"the server at {self.url} {message}")
 
     def fault(self, message: str, kind: type[ServerFault] = ServerFault) -> ServerFault:
-        """Returns the fault of a server that `message` says, with the reason as far as it is known."""
-        for key in self._proven.keys() - {OPEN}:  # another program may have taken the port
-            self._proven.pop(key, None)
-        why = self._why()
-        return kind(f"the server at {self.url} {message}" + (f"; {why}" if why else ""))
+        """Returns a fault of this server with the message, and with the reason as far as it is known."""
+        for key in self._process_ids.keys() - {OPEN}:  # another program may have taken the port
+            self._process_ids.pop(key, None)
+        explanation = self._explain()
+        return kind(f"the server at {self.url} {message}" + (f"; {explanation}" if explanation else ""))
 
 
-def wait_s(after_s: float, tried: int, most: float) -> float:
-    """Returns the pause before the next try: what the server asks for, or one that doubles; at most `most`."""
-    return min(after_s or AGAIN_S * 2**tried, most)
+def retry_pause_s(after_s: float, attempt: int, max_s: float) -> float:
+    """Returns the pause before the next try: what the server asks for, or one that doubles; at most `max_s`."""
+    return min(after_s or AGAIN_S * 2**attempt, max_s)
 
 
-def _after(reply: Reply) -> float:
+def _retry_after_s(reply: Reply) -> float:
     """Returns the seconds of Retry-After, which may also be a date; 0 without it."""
-    given = reply.headers.get("retry-after", "").strip()
-    if given.isdecimal():
-        return float(given)
+    retry_after = reply.headers.get("retry-after", "").strip()
+    if retry_after.isdecimal():
+        return float(retry_after)
     try:
-        return max(email.utils.parsedate_to_datetime(given).timestamp() - time.time(), 0.0)
+        return max(email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time(), 0.0)
     except (ValueError, TypeError, OverflowError, OSError):
         return 0.0
 

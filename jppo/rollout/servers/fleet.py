@@ -28,18 +28,27 @@ from jppo.rollout.protocol import (
     Kept,
     RolloutError,
     Talk,
-    begun,
     cut_at,
-    joined,
+    join_experts,
+    may_end_in_stop,
     require_kept,
     sample_seed,
 )
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.delivery import Completion, PublishedServers, Publisher, ServedWeights, ServerApi, wants_token
-from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, ServerFault, Taken, attached_key, wait_s
-from jppo.rollout.servers.member import Cut, Member, Router, Server, ServerLimits, stop_all
+from jppo.rollout.servers.api import Completion, ServerApi
+from jppo.rollout.servers.delivery import PublishedServers, Publisher, ServedWeights, needs_token
+from jppo.rollout.servers.endpoint import (
+    TRIES,
+    Busy,
+    Endpoint,
+    LeaseTaken,
+    ServerFault,
+    attached_key,
+    retry_pause_s,
+)
+from jppo.rollout.servers.member import Member, RequestDropped, Router, Server, ServerLimits, stop_all
 from jppo.rollout.servers.repair import LOOKUP_S, Lookup, Membership, Repairs
-from jppo.rollout.servers.replies import largest, reading
+from jppo.rollout.servers.replies import max_answer_bytes, reading
 from jppo.types import Prompt, Sampling, Trajectory
 
 T = TypeVar("T")
@@ -67,8 +76,8 @@ class Fleet(PublishedServers):
         """
         allow_files()
         self.version: int | None = None
-        self.asked_again = 0
-        self._reported = (0, 0)
+        self.repeated_requests = 0
+        self._reported_counts = (0, 0)
         self._api = api
         self.publisher = publisher
         self._limits = limits
@@ -79,14 +88,14 @@ class Fleet(PublishedServers):
         self._waiting = ThreadPoolExecutor(threads, thread_name_prefix="jppo-repair")  # may wait for a delivery
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self._waiting)
-        self.weights = ServedWeights(self._router, api, self._loop, broken=self._broken, threads=threads)
+        self.weights = ServedWeights(self._router, api, self._loop, on_broken=self._repair_broken, threads=threads)
         self._repairs = Repairs(self._router, api, self.weights, limits, start_timeout_s=start_timeout_s)
         self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-fleet", daemon=True)
         self._thread.start()
-        self._run(self._repairs.watch())
+        self._submit(self._repairs.watch())
         if joining is not None:
             self._repairs.elastic = True
-            self._run(Membership(*joining, self._router, self._repairs, start_timeout_s=start_timeout_s).watch())
+            self._submit(Membership(*joining, self._router, self._repairs, start_timeout_s=start_timeout_s).watch())
 
     @property
     def members(self) -> Sequence[Member]:
@@ -107,7 +116,7 @@ class Fleet(PublishedServers):
         only: Collection[int] | None = None,
     ) -> Future[list[Trajectory]]:
         """Like `Sampler.start`; does not block."""
-        return self._run(protocol.converse(self.ask, self._talk, prompts, sampling, done, only))
+        return self._submit(protocol.converse(self.ask, self._talk, prompts, sampling, done, only))
 
     def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
         """Samples as many answers per server as there are prompts, without tools or environments.
@@ -116,8 +125,8 @@ class Fleet(PublishedServers):
         """
         ask = functools.partial(self.ask, urgent=True)
         count, one_turn = len(prompts) * len(self.members), protocol.one_turn(lambda _: "")
-        asked = list(itertools.islice(itertools.cycle(prompts), count))  # an idle fleet takes turns
-        return self._run(protocol.converse(ask, one_turn, asked, sampling, None)).result()
+        probe_prompts = list(itertools.islice(itertools.cycle(prompts), count))  # an idle fleet takes turns
+        return self._submit(protocol.converse(ask, one_turn, probe_prompts, sampling, None)).result()
 
     def sleep(self) -> None:
         """Frees the servers' memory until the next weights."""
@@ -126,12 +135,12 @@ class Fleet(PublishedServers):
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of working servers; since the last call, restarts, repeated requests and sent bytes."""
-        now, before = (self.restarts, self.asked_again), self._reported
-        self._reported = now
+        counts, reported_counts = (self.restarts, self.repeated_requests), self._reported_counts
+        self._reported_counts = counts
         return {
             "rollout/servers": float(sum(member.up for member in self.members)),
-            "rollout/restarts": float(now[0] - before[0]),
-            "rollout/asked_again": float(now[1] - before[1]),
+            "rollout/restarts": float(counts[0] - reported_counts[0]),
+            "rollout/asked_again": float(counts[1] - reported_counts[1]),
             **self.publisher.metrics(),
         }
 
@@ -144,19 +153,20 @@ class Fleet(PublishedServers):
         self.publisher.close()
 
     def _stop(self) -> None:
-        own = {member.endpoint: member.server for member in self.members if member.server is not None}
-        attached = ({member.endpoint for member in self.members} | self.weights.paused) - own.keys()
-        stop_all(list(own.values()))
+        """Ends servers, leases, tasks, threads and the event loop."""
+        started = {member.endpoint: member.server for member in self.members if member.server is not None}
+        attached = ({member.endpoint for member in self.members} | self.weights.paused) - started.keys()
+        stop_all(list(started.values()))
         self.weights.close(wait=bool(attached))  # a publish that broke off may still be at the attached servers
         self._waiting.shutdown(wait=bool(attached), cancel_futures=True)
-        self._run(self._end()).result()
+        self._submit(self._cancel_tasks()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
         with ThreadPoolExecutor(max(len(attached), 1)) as pool:
             list(pool.map(self._repairs.leave, attached))
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     # Methods on the loop.
@@ -166,7 +176,7 @@ class Fleet(PublishedServers):
     ) -> Answer:
         """Returns one answer from any server; see `protocol.Ask`. Urgent requests do not wait for others to end."""
         needed = len(ids) + sampling.max_tokens
-        longest = min((member.about.max_model_len for member in self.members), default=needed)
+        longest = min((member.facts.max_model_len for member in self.members), default=needed)
         if needed > longest:
             raise UserError(
                 f"a prompt of {len(ids)} tokens and max_tokens={sampling.max_tokens} must fit the server's"
@@ -177,22 +187,22 @@ class Fleet(PublishedServers):
         version: list[int] = []
         experts: np.ndarray | None = None
         kept: Kept | None = [] if sampling.kept else None
-        failures, sure = 0, False
+        failures, broken = 0, False
         while True:
-            left = sampling.max_tokens - len(tokens)
-            if tokens and begun(tokens, self._decode, sampling.stop):  # the server misses its beginning
-                left = min(left, max(map(len, sampling.stop)))
-            rest = dataclasses.replace(sampling, max_tokens=left)
-            own = seed if not tokens else sample_seed(seed, 0, len(tokens))
+            max_new_tokens = sampling.max_tokens - len(tokens)
+            if tokens and may_end_in_stop(tokens, self._decode, sampling.stop):  # the server misses its beginning
+                max_new_tokens = min(max_new_tokens, max(map(len, sampling.stop)))
+            rest = dataclasses.replace(sampling, max_tokens=max_new_tokens)
+            part_seed = seed if not tokens else sample_seed(seed, 0, len(tokens))
             updates = self.weights.updates
             try:
-                part = await self._ask_one([*ids, *tokens], rest, own, near, sure=sure, urgent=urgent)
-                cut = bool(tokens)
+                part = await self._ask_one([*ids, *tokens], rest, part_seed, near, broken=broken, urgent=urgent)
+                continued = bool(tokens)
                 tokens, logprob = tokens + part.tokens, logprob + part.logprob
                 version += map(int, part.version)
-                experts = joined(experts, part.experts)
+                experts = join_experts(experts, part.experts)
                 kept = None if kept is None else kept + (part.kept or [])
-                end = cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if cut else None
+                end = cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if continued else None
                 if end is not None:
                     experts = None if experts is None else experts[: len(ids) + end - 1]
                     kept = None if kept is None else kept[:end]
@@ -201,48 +211,51 @@ class Fleet(PublishedServers):
                     return Answer(tokens, logprob, version, "stop", part.server, experts, kept)
                 if len(tokens) == sampling.max_tokens:
                     return Answer(tokens, logprob, version, "length", part.server, experts, kept)
-                if part.finish == "abort" and self.weights.updates == updates and not self._router.held:
+                if part.finish == "abort" and self.weights.updates == updates and not self._router.holds_requests:
                     raise ServerFault("a response ended with 'abort' without an update: did another client pause it?")
-            except Cut:
-                self.asked_again += 1
+            except RequestDropped:
+                self.repeated_requests += 1
             except ServerFault as e:
                 failures += 1
-                self.asked_again += 1
-                sure |= not isinstance(e, Busy)
+                self.repeated_requests += 1
+                broken |= not isinstance(e, Busy)
                 if failures == TRIES:
                     raise RolloutError(f"a request failed {TRIES} times; the last time: {e}") from e
                 if e.after_s is not None:
-                    await asyncio.sleep(wait_s(e.after_s, failures - 1, self._limits.request_timeout_s))
+                    await asyncio.sleep(retry_pause_s(e.after_s, failures - 1, self._limits.request_timeout_s))
 
     async def _ask_one(
-        self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, sure: bool, urgent: bool
+        self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, broken: bool, urgent: bool
     ) -> Completion:
+        """Sends one request to one server; returns its answer, perhaps an interrupted one, or raises ServerFault."""
         with traces.span("queue"):
             member = await self._router.take(near, urgent=urgent)
         try:
             oldest = self.weights.version
-            route, body = self._api.request(ids, sampling, seed, self.weights.model or member.about.model)
+            route, body = self._api.request(ids, sampling, seed, self.weights.model or member.facts.model)
             with traces.span("generate", server=member.endpoint.url):
-                working = functools.partial(self._api.working, member.endpoint.within(self._limits.health_timeout_s))
-                answered = await member.ask(route, body, working, most=largest(sampling))
-            with reading(f"the server at {member.endpoint.url}", answered):
-                part = self._api.part(answered, sampling)
+                is_sampling = functools.partial(
+                    self._api.working, member.endpoint.with_timeout(self._limits.health_timeout_s)
+                )
+                answer = await member.ask(route, body, is_sampling, max_bytes=max_answer_bytes(sampling))
+            with reading(f"the server at {member.endpoint.url}", answer):
+                part = self._api.parse_reply(answer, sampling)
                 self.weights.require(part.version, oldest, member.endpoint.url)
-                read = len(ids) + len(part.tokens) - 1
-                if sampling.experts and part.tokens and (part.experts is None or len(part.experts) != read):
+                read_tokens = len(ids) + len(part.tokens) - 1
+                if sampling.experts and part.tokens and (part.experts is None or len(part.experts) != read_tokens):
                     count = "none" if part.experts is None else len(part.experts)
-                    raise ValueError(f"it has the experts of {count} tokens in place of {read}")
+                    raise ValueError(f"it has the experts of {count} tokens in place of {read_tokens}")
                 if sampling.kept:
                     require_kept(part.tokens, part.kept, sampling.kept, "it")
             return dataclasses.replace(part, server=member.endpoint.url)
         except ServerFault as e:
-            if not isinstance(e, Cut | Busy):
-                self._repairs.suspect(member, e, sure=sure)
+            if not isinstance(e, RequestDropped | Busy):
+                self._repairs.report_failure(member, e, broken=broken)
             raise
         finally:
             self._router.release(member)
 
-    async def _end(self) -> None:
+    async def _cancel_tasks(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -250,8 +263,8 @@ class Fleet(PublishedServers):
 
     # Methods in any thread.
 
-    def _broken(self, member: Member, fault: ServerFault) -> None:
-        self._loop.call_soon_threadsafe(functools.partial(self._repairs.suspect, member, fault, sure=True))
+    def _repair_broken(self, member: Member, fault: ServerFault) -> None:
+        self._loop.call_soon_threadsafe(functools.partial(self._repairs.report_failure, member, fault, broken=True))
 
 
 class ServerEngine:
@@ -262,7 +275,7 @@ class ServerEngine:
         servers: Sequence[Server],
         urls: Sequence[str] | Lookup,
         publisher: Publisher,
-        speak: Callable[[Sequence[int]], ServerApi],
+        make_api: Callable[[Sequence[int]], ServerApi],
         limits: ServerLimits,
         *,
         start_timeout_s: float,
@@ -275,7 +288,7 @@ class ServerEngine:
         else:
             self._urls = urls
         self._publisher = publisher
-        self._speak = speak
+        self._make_api = make_api
         self._limits = limits
         self._start_timeout_s = start_timeout_s
         self._fleet: Fleet | None = None
@@ -288,18 +301,18 @@ class ServerEngine:
         """Waits for the servers, checks each, and returns the fleet; `talk` None means one turn."""
         for started in self.servers:
             started.wait_ready()
-        api, timeout_s = self._speak(eos_token_ids), self._limits.request_timeout_s
+        api, timeout_s = self._make_api(eos_token_ids), self._limits.request_timeout_s
         attach = functools.partial(self._attach, attached_key(), api)
         joining = None if self._lookup is None else (self._lookup, attach)
         members: list[Member] = []
         if self.servers:
-            own = [(s, Endpoint(s.url, timeout_s=timeout_s, why=s.why, key=s.key)) for s in self.servers]
-            members = [self._member(server, endpoint, api) for server, endpoint in own]
+            pairs = [(s, Endpoint(s.url, timeout_s=timeout_s, explain=s.excerpt, key=s.key)) for s in self.servers]
+            members = [self._member(server, endpoint, api) for server, endpoint in pairs]
         elif joining:
-            members = self._first(*joining)
+            members = self._wait_for_members(*joining)
         else:
             for url in self._urls:
-                _add(members, attach(url))
+                _add_member(members, attach(url))
         self._fleet = Fleet(
             members,
             api,
@@ -313,36 +326,38 @@ class ServerEngine:
         return self._fleet
 
     def _member(self, server: Server | None, endpoint: Endpoint, api: ServerApi) -> Member:
+        """Inspects a server and returns it as a member; UserError if it is unsuitable."""
         try:
             return Member(endpoint, server, api.inspect(endpoint), self._limits.connections)
         except RolloutError as e:
-            raise UserError(f"{e}; {api.how}") from e
+            raise UserError(f"{e}; {api.advice}") from e
 
-    def _attach(self, key: guard.Key, api: ServerApi, url: str, ours: bool = False) -> Member:
-        endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, why=str)
-        if wants_token(endpoint.within(self._limits.health_timeout_s), api):
-            endpoint.move(url, key.leased())
-        _require_awake(endpoint.within(self._limits.health_timeout_s), api, ours=ours)
+    def _attach(self, key: guard.Key, api: ServerApi, url: str, of_this_run: bool = False) -> Member:
+        """Attaches to the running server at `url`; one of this run may be paused."""
+        endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, explain=str)
+        if needs_token(endpoint.with_timeout(self._limits.health_timeout_s), api):
+            endpoint.set_address(url, key.leased())
+        _require_awake(endpoint.with_timeout(self._limits.health_timeout_s), api, of_this_run=of_this_run)
         return self._member(None, endpoint, api)
 
-    def _first(self, lookup: Lookup, attach: Callable[[str], Member]) -> list[Member]:
+    def _wait_for_members(self, lookup: Lookup, attach: Callable[[str], Member]) -> list[Member]:
         """Waits for the first servers of a look-up; others join later."""
         deadline = time.monotonic() + self._start_timeout_s
         while True:
-            members, why = list[Member](), "it names none"
+            members, last_fault = list[Member](), "it names none"
             try:
                 for url in lookup():
                     try:
-                        _add(members, attach(url))
+                        _add_member(members, attach(url))
                     except (RolloutError, UserError) as e:
-                        why = str(e)
+                        last_fault = str(e)
             except (OSError, ValueError) as e:
-                why = str(e)
+                last_fault = str(e)
             if members:
                 return members
             if time.monotonic() > deadline:
-                waited = f"within rollout.start_timeout_s={self._start_timeout_s:g}"
-                raise UserError(f"no server of rollout.urls answered {waited}; {why}")
+                limit = f"within rollout.start_timeout_s={self._start_timeout_s:g}"
+                raise UserError(f"no server of rollout.urls answered {limit}; {last_fault}")
             time.sleep(LOOKUP_S)
 
     def close(self) -> None:
@@ -354,24 +369,25 @@ class ServerEngine:
         self._publisher.close()
 
 
-def _add(members: list[Member], member: Member) -> None:
-    member.require_apart(members)
+def _add_member(members: list[Member], member: Member) -> None:
+    member.require_distinct(members)
     members.append(member)
 
 
-def _require_awake(endpoint: Endpoint, api: ServerApi, *, ours: bool) -> None:
+def _require_awake(endpoint: Endpoint, api: ServerApi, *, of_this_run: bool) -> None:
+    """Raises UserError if another trainer has the server, or if it is paused and not by this run."""
     deadline = time.monotonic() + guard.LEASE_S + 2 * guard.TICK_S  # of a trainer that was killed just now
     while True:
         try:
             paused = api.paused(endpoint)
             break
-        except Taken as e:
+        except LeaseTaken as e:
             if time.monotonic() > deadline:
                 raise UserError(str(e)) from e
             time.sleep(guard.TICK_S)
         except RolloutError as e:
-            raise UserError(f"{e}; {api.how}") from e
-    if paused and not ours:
+            raise UserError(f"{e}; {api.advice}") from e
+    if paused and not of_this_run:
         raise UserError(
             f"the server at {endpoint.url} is paused: requests would wait for ever; if no other trainer"
             f' uses it, resume it with `curl -X POST -H "Authorization: Bearer ${guard.TOKEN}"'

@@ -27,9 +27,9 @@ MIDDLEWARE = "jppo.rollout.servers.guard.Guard"
 LEASE_S = 30.0  # without a request of the trainer, until its lease ends
 TICK_S = 0.5
 RESUMED_BY = {b"/pause": b"/resume", b"/pause_generation": b"/continue_generation"}  # of vLLM and SGLang
-OURS = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"  # this process, as a trainer
+TRAINER = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"  # this process, as a trainer
 PROCESS = secrets.token_hex(8)  # this process, as a server: sent without the token, too
-NUMBERS = itertools.count(1)
+LEASES = itertools.count(1)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -46,17 +46,17 @@ class Key:
 
     def headers(self) -> dict[str, str]:
         """Returns the headers of a request, with a new challenge."""
-        lease = {TRAINER_HEADER: self.trainer} if self.trainer else {}
-        return {"Authorization": f"Bearer {self.token}", **lease, **challenge()} if self.token else {}
+        lease_header = {TRAINER_HEADER: self.trainer} if self.trainer else {}
+        return {"Authorization": f"Bearer {self.token}", **lease_header, **challenge()} if self.token else {}
 
     def leased(self, number: str = "") -> "Key":
         """Returns this key with a new lease of this process; without a token there are none."""
-        return dataclasses.replace(self, trainer=f"{OURS}/{number or next(NUMBERS)}") if self.token else self
+        return dataclasses.replace(self, trainer=f"{TRAINER}/{number or next(LEASES)}") if self.token else self
 
-    def opened(self, sent: Mapping[str, str], received: Mapping[str, str]) -> bool:
-        """Whether the answer to headers `sent` is from a server with the token; names are in lower case."""
-        wanted = proof(self.token, sent.get(CHALLENGE_HEADER, ""))
-        return not self.token or hmac.compare_digest(received.get(PROOF_HEADER, "").encode(), wanted.encode())
+    def is_proven(self, sent_headers: Mapping[str, str], received_headers: Mapping[str, str]) -> bool:
+        """Whether the answer to headers `sent_headers` is from a server with the token; names are in lower case."""
+        expected = proof(self.token, sent_headers.get(CHALLENGE_HEADER, ""))
+        return not self.token or hmac.compare_digest(received_headers.get(PROOF_HEADER, "").encode(), expected.encode())
 
     def environment(self) -> dict[str, str]:
         """Returns the environment variables of the key's server."""
@@ -103,7 +103,7 @@ class Guard:
 
         if not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self._token}".encode()):
             return await _refuse(scope, receive, prove, 401)
-        if foreign(headers.get(b"origin"), headers.get(b"host")):
+        if is_foreign(headers.get(b"origin"), headers.get(b"host")):
             return await _refuse(scope, receive, prove, 403)
         await self._app(scope, receive, prove)
 
@@ -117,56 +117,58 @@ class Lease:
 
     def __init__(self, app: App):
         self._app = app
-        self._trainer = self._ended = b""
-        self._seen = self._silent = 0.0
-        self._pause: dict[str, Any] = {}  # the request that paused, as the application knows it
-        self._resume = b""  # the route that ends the pause
-        self._watching: asyncio.Task[None] | None = None
+        self._trainer = self._ended_lease = b""
+        self._last_request_time = self._silent_s = 0.0
+        self._pause_scope: dict[str, Any] = {}  # the request that paused, as the application knows it
+        self._resume_route = b""  # the route that ends the pause
+        self._watch_task: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Forwards requests without a trainer and of the one that has the lease; others get 409 or 503."""
         trainer = dict(scope["headers"]).get(TRAINER_HEADER.encode(), b"") if scope["type"] == "http" else b""
         if not trainer:
             return await self._app(scope, receive, send)
-        if trainer == self._ended:
+        if trainer == self._ended_lease:
             why = f"the trainer was silent for {LEASE_S:g} s in a pause: the server has resumed"
             return await _refuse(scope, receive, send, 503, why)
         name, _, number = trainer.partition(b"/")
-        if not self._free() and name != self._trainer.partition(b"/")[0]:
+        if not self._is_free() and name != self._trainer.partition(b"/")[0]:
             fault = f"it is in use by the trainer {self._trainer.partition(b'/')[0].decode('latin-1')}"
             why = f"{fault}; give each its own servers, or end that one: it is free {LEASE_S:g} s later"
             return await _refuse(scope, receive, send, 409, why)
         path, self._trainer = scope["path"].encode(), trainer
         self._renew()
         if path in RESUMED_BY:
-            self._pause, self._resume = dict(scope), RESUMED_BY[path]
-            if self._watching is None or self._watching.done():
-                self._watching = asyncio.get_running_loop().create_task(self._watch())
+            self._pause_scope, self._resume_route = dict(scope), RESUMED_BY[path]
+            if self._watch_task is None or self._watch_task.done():
+                self._watch_task = asyncio.get_running_loop().create_task(self._end_silent_pause())
         try:
             await self._app(scope, receive, send)
-            self._resume = b"" if path == self._resume else self._resume
+            self._resume_route = b"" if path == self._resume_route else self._resume_route
         finally:
             self._renew()
             if number == b"end":
                 self._trainer = b""
-                await self._end()
+                await self._end_pause()
 
-    def _free(self) -> bool:
-        return not self._trainer or not (self._resume or time.monotonic() - self._seen < LEASE_S)
+    def _is_free(self) -> bool:
+        """Whether no trainer has the lease, or its trainer was silent for too long."""
+        return not self._trainer or not (self._resume_route or time.monotonic() - self._last_request_time < LEASE_S)
 
     def _renew(self) -> None:
-        self._seen, self._silent = time.monotonic(), 0.0
+        self._last_request_time, self._silent_s = time.monotonic(), 0.0
 
-    async def _watch(self) -> None:
-        while self._resume and self._silent < LEASE_S:  # by ticks: a load may block this loop for longer
+    async def _end_silent_pause(self) -> None:
+        """Ends the pause once its trainer has been silent for `LEASE_S`."""
+        while self._resume_route and self._silent_s < LEASE_S:  # by ticks: a load may block this loop for longer
             await asyncio.sleep(TICK_S)
-            self._silent += TICK_S
-        self._ended = self._trainer if self._resume else self._ended
-        await self._end()
+            self._silent_s += TICK_S
+        self._ended_lease = self._trainer if self._resume_route else self._ended_lease
+        await self._end_pause()
 
-    async def _end(self) -> None:
-        """Ends a pause."""
-        route, self._resume = self._resume, b""
+    async def _end_pause(self) -> None:
+        """Sends the application the request that ends the pause."""
+        route, self._resume_route = self._resume_route, b""
         if route:
             status: list[int] = []
 
@@ -176,20 +178,21 @@ class Lease:
             async def send(message: Message) -> None:
                 status.extend([message["status"]] if "status" in message else [])
 
-            fields = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"2")]
-            at = {"path": route.decode(), "raw_path": route, "query_string": b"", "headers": fields}
+            headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"2")]
+            resume_scope = {"path": route.decode(), "raw_path": route, "query_string": b"", "headers": headers}
             try:
-                await self._app(self._pause | at, receive, send)
+                await self._app(self._pause_scope | resume_scope, receive, send)
             finally:
                 print(f"jppo: {route.decode()} after a pause that its trainer left: {status or 'failed'}", flush=True)
 
 
-def foreign(origin: bytes | None, host: bytes | None) -> bool:
+def is_foreign(origin: bytes | None, host: bytes | None) -> bool:
     """Whether a browser sent the request from another site."""
     return origin is not None and origin.partition(b"://")[2] != host
 
 
 async def _refuse(scope: Message, receive: Receive, send: Send, status: int, why: str = "") -> None:
+    """Answers a request with `status` and the reason, or closes a websocket."""
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.close", "code": 1008})

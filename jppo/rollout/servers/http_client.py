@@ -38,11 +38,11 @@ class Reply:
     content: bytes
 
 
-def quoted(content: bytes | str, most: int) -> str:
+def quoted(content: bytes | str, max_chars: int) -> str:
     """Returns the first characters of a reply's content in one line."""
-    start = content[: 4 * most]
+    start = content[: 4 * max_chars]
     text = start if isinstance(start, str) else start.decode(errors="replace")
-    return " ".join(escaped(text).split())[:most]
+    return " ".join(escaped(text).split())[:max_chars]
 
 
 def brief(value: Any) -> str:
@@ -51,26 +51,26 @@ def brief(value: Any) -> str:
 
 
 @functools.cache
-def _tls() -> ssl.SSLContext:
+def _tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()  # slow to create, so requests share it
 
 
-async def send(method: str, url: str, body: bytes, headers: Mapping[str, str], *, most: int | None = None) -> Reply:
+async def send(method: str, url: str, body: bytes, headers: Mapping[str, str], *, limit: int | None = None) -> Reply:
     """Sends a request with a JSON body, or with none for b''; OSError or Broken without a complete reply.
 
-    `most`: bytes of the reply's content; None: `MOST_CONTENT`.
+    `limit`: bytes of the reply's content; None: `MOST_CONTENT`.
     """
     try:
-        at = urllib.parse.urlsplit(url)
-        port = PORTS[at.scheme] if at.port is None else at.port
-        head = _head(method, at, len(body), headers)
-        tls = _tls() if at.scheme == "https" else None
-        reader, writer = await asyncio.open_connection(at.hostname, port, ssl=tls)
+        address = urllib.parse.urlsplit(url)
+        port = PORTS[address.scheme] if address.port is None else address.port
+        head = _request_head(method, address, len(body), headers)
+        tls = _tls_context() if address.scheme == "https" else None
+        reader, writer = await asyncio.open_connection(address.hostname, port, ssl=tls)
     except (KeyError, ValueError, OverflowError) as e:
         raise Broken(f"the address cannot be used: {e}") from e
     try:
         writer.write(head + body)
-        reply = await _reply(reader, MOST_CONTENT if most is None else most)
+        reply = await _read_reply(reader, MOST_CONTENT if limit is None else limit)
         writer.close()
         with contextlib.suppress(OSError):  # the reply is complete
             await writer.wait_closed()
@@ -83,9 +83,9 @@ async def send(method: str, url: str, body: bytes, headers: Mapping[str, str], *
         writer.transport.abort()
 
 
-def _head(method: str, at: urllib.parse.SplitResult, length: int, headers: Mapping[str, str]) -> bytes:
+def _request_head(method: str, parts: urllib.parse.SplitResult, length: int, headers: Mapping[str, str]) -> bytes:
     fields = {
-        "Host": at.netloc,
+        "Host": parts.netloc,
         **({"Content-Type": "application/json"} if length else {}),
         "Content-Length": str(length),
         "Accept": "application/json",
@@ -93,57 +93,57 @@ def _head(method: str, at: urllib.parse.SplitResult, length: int, headers: Mappi
         "Connection": "close",
         **headers,
     }
-    target = urllib.parse.quote(at.path + (f"?{at.query}" if at.query else ""), safe="/?&=%:,;+@!$'()*~-._")
+    target = urllib.parse.quote(parts.path + (f"?{parts.query}" if parts.query else ""), safe="/?&=%:,;+@!$'()*~-._")
     lines = [f"{method} {target if target else '/'} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-async def _reply(reader: asyncio.StreamReader, most: int) -> Reply:
-    version, status, *_ = (await _line(reader)).split(" ", 2)
+async def _read_reply(reader: asyncio.StreamReader, max_bytes: int) -> Reply:
+    version, status, *_ = (await _read_line(reader)).split(" ", 2)
     if not version.startswith("HTTP/1."):
         raise ValueError(version[:40])
     fields = {}
-    for line in await _lines(reader):
+    for line in await _read_lines(reader):
         name, _, value = line.partition(":")
         fields[name.strip().lower()] = value.strip()
     if fields.get("transfer-encoding", "identity").lower() != "identity":
-        content = await _chunks(reader, most)
+        content = await _read_chunks(reader, max_bytes)
     elif "content-length" in fields:
-        content = await _exactly(reader, int(fields["content-length"]), most)
+        content = await _read_exactly(reader, int(fields["content-length"]), max_bytes)
     else:
-        content = await _rest(reader, most)
+        content = await _read_rest(reader, max_bytes)
     return Reply(int(status), fields, content)
 
 
-async def _chunks(reader: asyncio.StreamReader, most: int) -> bytes:
+async def _read_chunks(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
     content = bytearray()
-    while size := int((await _line(reader)).partition(";")[0], 16):
-        content += await _exactly(reader, size, most - len(content))
-        if await _line(reader):
+    while size := int((await _read_line(reader)).partition(";")[0], 16):
+        content += await _read_exactly(reader, size, max_bytes - len(content))
+        if await _read_line(reader):
             raise ValueError("a chunk is longer than its size")
-    await _lines(reader)  # trailing fields are ignored
+    await _read_lines(reader)  # trailing fields are ignored
     return bytes(content)
 
 
-async def _exactly(reader: asyncio.StreamReader, size: int, most: int) -> bytes:
-    if not 0 <= size <= most:
-        raise ValueError(f"its content of {size} bytes is not within 0..{most}")
+async def _read_exactly(reader: asyncio.StreamReader, size: int, max_bytes: int) -> bytes:
+    if not 0 <= size <= max_bytes:
+        raise ValueError(f"its content of {size} bytes is not within 0..{max_bytes}")
     return await reader.readexactly(size)
 
 
-async def _rest(reader: asyncio.StreamReader, most: int) -> bytes:
+async def _read_rest(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
     content = bytearray()
     while piece := await reader.read(PIECE):
         content += piece
-        if len(content) > most:
-            raise ValueError(f"its content exceeds {most} bytes")
+        if len(content) > max_bytes:
+            raise ValueError(f"its content exceeds {max_bytes} bytes")
     return bytes(content)
 
 
-async def _lines(reader: asyncio.StreamReader) -> list[str]:
+async def _read_lines(reader: asyncio.StreamReader) -> list[str]:
     """Returns the lines up to an empty one."""
     lines, size = [], 0
-    while line := await _line(reader):
+    while line := await _read_line(reader):
         lines.append(line)
         size += len(line)
         if size > MOST_HEAD:
@@ -151,7 +151,7 @@ async def _lines(reader: asyncio.StreamReader) -> list[str]:
     return lines
 
 
-async def _line(reader: asyncio.StreamReader) -> str:
+async def _read_line(reader: asyncio.StreamReader) -> str:
     line = await reader.readline()
     if not line.endswith(b"\n"):
         raise EOFError

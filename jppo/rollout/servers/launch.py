@@ -39,7 +39,7 @@ def main(parent: int, folder: str, command: list[str]) -> None:
             print(f"the server's process ended with code {child.returncode}", file=sys.stderr, flush=True)
         os.killpg(0, signal.SIGTERM)
         if child is not None:
-            _wait(child, GRACE_S)
+            _wait_for_end(child, GRACE_S)
         if folder and os.getppid() != parent:  # a living parent removes it itself
             shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)  # including itself
@@ -49,7 +49,7 @@ def _stop(*_: object) -> None:
     raise _Stop
 
 
-def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
+def _wait_for_end(child: subprocess.Popen[bytes], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -38,13 +38,13 @@ STOLEN = 3  # times that another program takes the port between two checks, befo
 
 
 def check_ports(port: int, servers: int) -> None:
-    """UserError if a requested port is in use."""
-    for wanted in range(port, port + servers) if port else ():
+    """Raises UserError if a requested port is in use."""
+    for candidate in range(port, port + servers) if port else ():
         try:
-            _reserve(wanted).close()
+            _reserve_port(candidate).close()
         except OSError as e:
             raise UserError(
-                f"rollout.port={port}: port {wanted} cannot be used ({e.strerror}); 0 takes free ones"
+                f"rollout.port={port}: port {candidate} cannot be used ({e.strerror}); 0 takes free ones"
             ) from e
 
 
@@ -68,12 +68,12 @@ class Server:
         self.name = f"policy-{uuid.uuid4().hex[:12]}"
         self._program = program
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended = False
-        self._changing = threading.Lock()  # a restart must not follow a stop
+        self._stopped = False
+        self._start_stop_lock = threading.Lock()  # a restart must not follow a stop
         self._take_port(program.port, within_s=0.0)
 
     def start(self) -> None:
-        """Starts it without blocking."""
+        """Starts the server without blocking."""
         port = self._port.getsockname()[1]
         folder = "" if self._program.folder is None else self._program.folder
         launch = [sys.executable, "-m", "jppo.rollout.servers.launch", str(os.getpid()), folder]
@@ -94,8 +94,8 @@ class Server:
 
     def restart(self) -> None:
         """Kills the server's remaining processes and starts it again, on another port if its port is in use."""
-        with self._changing:
-            if self._ended:
+        with self._start_stop_lock:
+            if self._stopped:
                 raise RolloutError(f"the server at {self.url} was ended")
             self._kill()
             self._port.close()
@@ -105,15 +105,15 @@ class Server:
     def wait_ready(self) -> None:
         """Returns when our own process answers; RolloutError with its last log lines if it ends or is late."""
         stolen = 0
-        while not self._answers():
+        while not self._is_ready():
             if not self.alive():
-                if stolen == STOLEN or self._ended or not re.search(r"(?i)address already in use", self._said()):
-                    raise RolloutError(f"the server did not start; {self.why()}")
+                if stolen == STOLEN or self._stopped or not re.search(r"(?i)address already in use", self._read_log()):
+                    raise RolloutError(f"the server did not start; {self.excerpt()}")
                 stolen += 1
                 self.restart()
             if time.monotonic() > self._deadline:
-                late = f"was not ready after rollout.start_timeout_s={self._program.start_timeout_s:g}"
-                raise RolloutError(f"the server {late}; {self.why()}")
+                message = f"was not ready after rollout.start_timeout_s={self._program.start_timeout_s:g}"
+                raise RolloutError(f"the server {message}; {self.excerpt()}")
             time.sleep(POLL_S)
         self._port.close()
 
@@ -128,14 +128,14 @@ class Server:
         process = self._process
         return process is not None and process.poll() is None
 
-    def why(self) -> str:
+    def excerpt(self) -> str:
         """Returns the relevant lines of the log, and its path."""
-        return "\n  ".join([f"{self.log} says:", *(line[:300] for line in telling(self._said()))])
+        return "\n  ".join([f"{self.log} says:", *(line[:300] for line in relevant_lines(self._read_log()))])
 
     def stop(self) -> None:
         """Ends the process and its children for good; may be called twice."""
-        with self._changing:
-            self._ended = True
+        with self._start_stop_lock:
+            self._stopped = True
             self._port.close()
             process, self._process = self._process, None
         if process is None:
@@ -155,22 +155,23 @@ class Server:
             _kill_group(process)
 
     def _take_port(self, port: int, *, within_s: float) -> None:
+        """Reserves this port, or a free one if it stays in use and was not requested."""
         # Bound but not listening, so that the server can bind it. So can others, who get no token: see guard.py.
         deadline = time.monotonic() + within_s
         while True:
             try:
-                self._port = _reserve(port)
+                self._port = _reserve_port(port)
                 break
             except OSError:
-                late = time.monotonic() > deadline
-                if late and self._program.port:
+                out_of_time = time.monotonic() > deadline
+                if out_of_time and self._program.port:
                     message = f"rollout.port: port {port} was taken by another program; 0 takes free ones"
                     raise RolloutError(message) from None
-                port = 0 if late else port
+                port = 0 if out_of_time else port
             time.sleep(POLL_S / 4)
         self.url = f"http://{HOST}:{self._port.getsockname()[1]}"
 
-    def _said(self) -> str:
+    def _read_log(self) -> str:
         try:
             with open(self.log, "rb") as log:
                 log.seek(self._log_start)
@@ -178,9 +179,10 @@ class Server:
         except OSError as e:  # it was removed; the fault that it would explain counts
             return str(e)
 
-    def _answers(self) -> bool:
+    def _is_ready(self) -> bool:
+        """Whether our own process answers on the port."""
         try:
-            served = Endpoint(self.url, timeout_s=5.0, why=str, key=self.key).get_field("/v1/models", "data", list)
+            served = Endpoint(self.url, timeout_s=5.0, explain=str, key=self.key).get_field("/v1/models", "data", list)
             return self.name in [model["id"] for model in served]
         except (RolloutError, KeyError, TypeError):  # or another program on a stolen port
             return False
@@ -193,37 +195,38 @@ def stop_all(servers: Sequence[Server]) -> None:
             list(pool.map(Server.stop, servers))
 
 
-def telling(text: str) -> list[str]:
+def relevant_lines(text: str) -> list[str]:
     """Returns the relevant lines of a log: its distinct exceptions, otherwise the last lines."""
     prefix = r"\x1b\[[0-9;]*m|^\(\w+ pid=\d+\) |^(ERROR|WARNING|INFO) [\d-]+ [\d:]+ \[[^\]]*\] "
-    lines = [_strip(prefix, line) for line in text.splitlines()]
+    lines = [_strip_prefixes(prefix, line) for line in text.splitlines()]
     lines = list(dict.fromkeys(line for line in lines if line))
-    told: dict[str, None] = {}  # an ordered set
+    relevant: dict[str, None] = {}  # an ordered set
     for i, line in enumerate(lines):
         if re.match(r"[\w.]+(Error|Exception)\b|the server's process ended", line):
-            told[line] = None
-            for more in lines[i + 1 : i + 4]:
-                if not more.startswith("  ") or more.lstrip().startswith("File "):
+            relevant[line] = None
+            for detail in lines[i + 1 : i + 4]:
+                if not detail.startswith("  ") or detail.lstrip().startswith("File "):
                     break
-                told[more] = None
-    return (list(told) if told else lines)[-LOG_LINES:]
+                relevant[detail] = None
+    return (list(relevant) if relevant else lines)[-LOG_LINES:]
 
 
-def _strip(prefix: str, line: str) -> str:
+def _strip_prefixes(prefix: str, line: str) -> str:
     while (shorter := re.sub(prefix, "", line)) != line:
         line = shorter
     return line.rstrip()
 
 
-def _reserve(port: int) -> socket.socket:
-    taken = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _reserve_port(port: int) -> socket.socket:
+    """Returns a socket bound to the port, 0: a free one, so that no other program takes it; OSError if it is in use."""
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        taken.bind((HOST, port))
+        bound.bind((HOST, port))
     except OSError:
-        taken.close()
+        bound.close()
         raise
-    return taken
+    return bound
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -247,7 +250,7 @@ class ServerLimits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Inspected:
+class ServerFacts:
     """Facts that a server reports."""
 
     model: str  # name for requests
@@ -255,7 +258,7 @@ class Inspected:
     process: str  # random id of its process; '': unknown
 
 
-class Cut(ServerFault):
+class RequestDropped(ServerFault):
     """The server was given up while the request was in flight: not the request's fault."""
 
 
@@ -270,74 +273,76 @@ class Member:
 
     endpoint: Endpoint
     server: Server | None  # None: attached
-    about: Inspected
+    facts: ServerFacts
     connections: int = CONNECTIONS  # requests in flight
     up: bool = True
-    mending: bool = False
+    in_repair: bool = False
     asleep: bool = False
-    blank: bool = False  # works, but has no weights before the next delivery; not `up`
-    under_way: int = 0
+    without_weights: bool = False  # works, but has no weights before the next delivery; not `up`
+    in_flight: int = 0
     requests: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
     answers: int = 0
-    answered: float = 0.0  # time of the last answer
-    looks: dict[int, asyncio.Task[bool]] = dataclasses.field(default_factory=dict)  # late requests share them
+    last_answer_time: float = 0.0  # time of the last answer
+    working_checks: dict[int, asyncio.Task[bool]] = dataclasses.field(default_factory=dict)  # late requests share them
 
     async def ask(
-        self, route: str, body: Mapping[str, Any], working: Callable[[int], bool], *, most: int | None = None
+        self, route: str, body: Mapping[str, Any], is_sampling: Callable[[int], bool], *, max_bytes: int | None = None
     ) -> Any:
-        """Returns the route's JSON; ServerFault if it is late, Cut if the server is given up.
+        """Returns the route's JSON; ServerFault if it is late, RequestDropped if the server is given up.
 
-        `working` looks whether the server samples for so many requests; it blocks. `most`: bytes of the answer.
+        `is_sampling` asks whether the server samples for so many requests; it blocks. `max_bytes`: of the answer.
         """
-        request = asyncio.ensure_future(self.endpoint.ask(route, body, most=most))
+        request = asyncio.ensure_future(self.endpoint.ask(route, body, max_bytes=max_bytes))
         self.requests.add(request)
         try:
-            await self._wait(request, route, working)
+            await self._await(request, route, is_sampling)
             if request.cancelled():
-                raise Cut(f"the server at {self.endpoint.url} was given up")
-            self.resumed()
+                raise RequestDropped(f"the server at {self.endpoint.url} was given up")
+            self.reset_timeout()
             self.answers += 1
             return request.result()
         finally:
             request.cancel()
             self.requests.discard(request)
 
-    def require_apart(self, others: Iterable["Member"]) -> None:
+    def require_distinct(self, others: Iterable["Member"]) -> None:
         """Raises UserError if one of the others is the same server, at another address."""
         for other in others:
-            if self.about.process and self.about.process == other.about.process:
+            if self.facts.process and self.facts.process == other.facts.process:
                 urls = f"{other.endpoint.url} and {self.endpoint.url}"
                 raise UserError(f"rollout.urls: {urls} are addresses of one server; name it once")
 
-    def resumed(self) -> None:
+    def reset_timeout(self) -> None:
         """Resets the timeout: requests in flight have waited for an update or for others."""
-        self.answered = asyncio.get_running_loop().time()
+        self.last_answer_time = asyncio.get_running_loop().time()
 
-    def give_up(self) -> None:
+    def cancel_requests(self) -> None:
         """Ends all requests in flight."""
         for request in self.requests:
             request.cancel()
 
-    async def _wait(self, request: asyncio.Task[Any], route: str, working: Callable[[int], bool]) -> None:
+    async def _await(self, request: asyncio.Task[Any], route: str, is_sampling: Callable[[int], bool]) -> None:
+        """Returns when the request is done; ServerFault if it is late."""
         loop, timeout_s = asyncio.get_running_loop(), self.endpoint.timeout_s
-        due, before, its_turn = max(loop.time(), self.answered) + timeout_s, self.answers, False
+        deadline, answers_before, is_next = max(loop.time(), self.last_answer_time) + timeout_s, self.answers, False
         while not request.done():
-            if (left := due - loop.time()) > 0:
-                await asyncio.wait({request}, timeout=left)
-            elif not its_turn and self.answers - before >= self.connections:  # all earlier requests are done
-                its_turn, due = True, loop.time() + timeout_s
-            elif not its_turn and self.answered + timeout_s > loop.time():
-                due = self.answered + timeout_s
-            elif await self._works(working, len(self.requests) if its_turn else 1):
-                due = loop.time() + timeout_s
+            if (seconds_left := deadline - loop.time()) > 0:
+                await asyncio.wait({request}, timeout=seconds_left)
+            elif not is_next and self.answers - answers_before >= self.connections:  # all earlier requests are done
+                is_next, deadline = True, loop.time() + timeout_s
+            elif not is_next and self.last_answer_time + timeout_s > loop.time():
+                deadline = self.last_answer_time + timeout_s
+            elif await self._is_working(is_sampling, len(self.requests) if is_next else 1):
+                deadline = loop.time() + timeout_s
             elif not request.done():
-                raise self.endpoint.late(route)
+                raise self.endpoint.timeout_fault(route)
 
-    async def _works(self, working: Callable[[int], bool], requests: int) -> bool:
-        if requests not in self.looks:
-            self.looks[requests] = asyncio.ensure_future(asyncio.to_thread(working, requests))
-            self.looks[requests].add_done_callback(lambda _: self.looks.pop(requests))
-        return await asyncio.shield(self.looks[requests])
+    async def _is_working(self, is_sampling: Callable[[int], bool], requests: int) -> bool:
+        """Whether the server samples for so many requests; requests that ask at once share the check."""
+        if requests not in self.working_checks:
+            self.working_checks[requests] = asyncio.ensure_future(asyncio.to_thread(is_sampling, requests))
+            self.working_checks[requests].add_done_callback(lambda _: self.working_checks.pop(requests))
+        return await asyncio.shield(self.working_checks[requests])
 
 
 SLACK = 32  # more requests in flight than on another server are accepted for a shared prefix
@@ -348,7 +353,7 @@ class Router:
 
     def __init__(self, members: Sequence[Member]):
         self.members = tuple(members)  # replaced as a whole: other threads read it
-        self.held = False  # by an update: new requests wait here, not at the servers
+        self.holds_requests = False  # by an update: new requests wait here, not at the servers
         self.fatal: Exception | None = None  # ends all requests
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
 
@@ -358,14 +363,14 @@ class Router:
             if self.fatal is not None:
                 raise self.fatal
             members = self.members
-            fit = [member for member in members if member.up and not member.mending]
-            if fit and not self.held:
-                least = min(fit, key=lambda member: member.under_way)
-                home = members[hash(near) % len(members)]
-                most = min(least.under_way + SLACK, home.connections - 1)
-                chosen = home if home in fit and (urgent or home.under_way <= most) else least
-                if urgent or chosen.under_way < chosen.connections:
-                    chosen.under_way += 1
+            available = [member for member in members if member.up and not member.in_repair]
+            if available and not self.holds_requests:
+                least = min(available, key=lambda member: member.in_flight)
+                preferred = members[hash(near) % len(members)]
+                limit = min(least.in_flight + SLACK, preferred.connections - 1)
+                chosen = preferred if preferred in available and (urgent or preferred.in_flight <= limit) else least
+                if urgent or chosen.in_flight < chosen.connections:
+                    chosen.in_flight += 1
                     return chosen
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
@@ -377,19 +382,19 @@ class Router:
                 raise
 
     def release(self, member: Member) -> None:
-        """Ends a request."""
-        member.under_way -= 1
+        """Counts a request of the member as ended, and lets a waiting one try again."""
+        member.in_flight -= 1
         self._wake(1)
 
     def wake_all(self) -> None:
         """Lets every waiting request try again."""
         self._wake(len(self._waiting))
 
-    def fail(self, why: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Ends all requests with this error, or with the first."""
-        self.fatal = self.fatal or why
+        self.fatal = self.fatal or error
         for member in self.members:
-            member.give_up()
+            member.cancel_requests()
         self.wake_all()
 
     def _wake(self, count: int) -> None:

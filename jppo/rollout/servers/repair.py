@@ -15,7 +15,8 @@ from pathlib import Path
 
 from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.servers.delivery import ServedWeights, ServerApi, WeightsGone
+from jppo.rollout.servers.api import ServerApi
+from jppo.rollout.servers.delivery import ServedWeights, WeightsGone
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.guard import TOKEN
 from jppo.rollout.servers.member import Member, Router, ServerLimits
@@ -45,7 +46,7 @@ class Repairs:
         self._limits = limits
         self._start_timeout_s = start_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
-        self._probed: dict[Endpoint, asyncio.Task[None]] = {}
+        self._probe_tasks: dict[Endpoint, asyncio.Task[None]] = {}
 
     async def watch(self) -> None:
         """Checks the servers' health until cancelled; this also renews the leases of attached ones."""
@@ -55,20 +56,20 @@ class Repairs:
             probes |= {
                 member.endpoint: functools.partial(self._probe, member)
                 for member in self._router.members
-                if member.up and not member.mending
+                if member.up and not member.in_repair
             }
-            for endpoint in probes.keys() - self._probed.keys():  # one that hangs delays no other
-                self._probed[endpoint] = asyncio.get_running_loop().create_task(probes[endpoint](endpoint))
-                self._probed[endpoint].add_done_callback(functools.partial(self._probed_once, endpoint))
+            for endpoint in probes.keys() - self._probe_tasks.keys():  # one that hangs delays no other
+                self._probe_tasks[endpoint] = asyncio.get_running_loop().create_task(probes[endpoint](endpoint))
+                self._probe_tasks[endpoint].add_done_callback(functools.partial(self._forget_probe, endpoint))
 
-    def _probed_once(self, endpoint: Endpoint, _: asyncio.Task[None]) -> None:
-        del self._probed[endpoint]
+    def _forget_probe(self, endpoint: Endpoint, _: asyncio.Task[None]) -> None:
+        del self._probe_tasks[endpoint]
 
-    def suspect(self, member: Member, fault: ServerFault, *, sure: bool) -> None:
-        """Schedules a check of a failed server; `sure`: it is broken without a check."""
-        if not member.mending and not self.closed:
-            member.mending = True
-            task = asyncio.get_running_loop().create_task(self._mend(member, fault, sure=sure))
+    def report_failure(self, member: Member, fault: ServerFault, *, broken: bool) -> None:
+        """Schedules a check of a failed server; `broken`: it is broken without a check."""
+        if not member.in_repair and not self.closed:
+            member.in_repair = True
+            task = asyncio.get_running_loop().create_task(self._repair(member, fault, broken=broken))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -79,47 +80,49 @@ class Repairs:
 
     async def drop(self, member: Member) -> None:
         """Removes a server; its requests are asked elsewhere."""
-        member.up = member.blank = False
-        member.give_up()
+        member.up = member.without_weights = False
+        member.cancel_requests()
         self._weights.paused.discard(member.endpoint)  # its lease ends
         await asyncio.to_thread(self._remove, member)
 
     def leave(self, endpoint: Endpoint) -> None:
         """Leaves an attached server to others at the end of the run: not paused, and without a lease."""
-        paused, endpoint = endpoint in self._weights.paused, endpoint.within(self._limits.health_timeout_s)
+        is_paused, endpoint = endpoint in self._weights.paused, endpoint.with_timeout(self._limits.health_timeout_s)
         try:
-            if paused:
+            if is_paused:
                 self._api.resume(endpoint)
-            endpoint.leave()
+            endpoint.end_lease()
         except RolloutError as e:
-            if paused:
+            if is_paused:
                 say(f"{e}; it stays paused until its lease ends, without {TOKEN} for ever")
 
     async def _renew(self, endpoint: Endpoint) -> None:
+        """Renews the lease of a server that this run has paused."""
         with contextlib.suppress(RolloutError):  # whoever has paused it notices
-            await endpoint.within(self._limits.health_timeout_s).look("/health")
+            await endpoint.with_timeout(self._limits.health_timeout_s).check_async("/health")
 
     async def _probe(self, member: Member, endpoint: Endpoint) -> None:
         try:
             if member.server is not None and not member.server.alive():
-                raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.why()}")
-            await endpoint.within(self._limits.health_timeout_s).look("/health")
+                raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.excerpt()}")
+            await endpoint.with_timeout(self._limits.health_timeout_s).check_async("/health")
         except ServerFault as e:
-            self.suspect(member, e, sure=True)
-        except Exception as e:  # as in `_mend`
+            self.report_failure(member, e, broken=True)
+        except Exception as e:  # as in `_repair`
             self._router.fail(e)
 
-    async def _mend(self, member: Member, fault: RolloutError, *, sure: bool) -> None:
+    async def _repair(self, member: Member, fault: RolloutError, *, broken: bool) -> None:
+        """Restarts a broken server, waits for an attached one, or lets it leave, until one of these has worked."""
         try:
             # A second failure, as after a lost reply in an update: this task must repair it.
-            if not sure and not await asyncio.to_thread(self._broken, member) and member.up:
+            if not broken and not await asyncio.to_thread(self._is_broken, member) and member.up:
                 return
             if self.elastic:
                 say(f"{fault}; it leaves")
                 await self.drop(member)
                 return
-            member.up = member.blank = False
-            member.give_up()
+            member.up = member.without_weights = False
+            member.cancel_requests()
             while not self.closed:
                 if self.restarts >= self._limits.max_restarts:
                     reason = f"it is not restarted: rollout.max_restarts={self._limits.max_restarts}"
@@ -135,7 +138,7 @@ class Repairs:
                     if member.up:  # otherwise a publish has failed at it since: nobody else repairs it now
                         return
                 except WeightsGone as e:
-                    self._wait_blank(member, e)
+                    self._wait_for_publish(member, e)
                     return
                 except RolloutError as e:
                     fault = e
@@ -145,33 +148,33 @@ class Repairs:
         except Exception as e:  # an error of settings or code: no other task waits for this one
             self._router.fail(e)
         finally:
-            member.mending = False
+            member.in_repair = False
             self._router.wake_all()
 
-    def _give_up(self, member: Member, why: RolloutError) -> None:
+    def _give_up(self, member: Member, fault: RolloutError) -> None:
         """Removes an attached server that does not come back; the others continue."""
-        if self._others(member):
-            say(f"{why}; the other servers continue")
+        if self._has_other_servers(member):
+            say(f"{fault}; the other servers continue")
         else:
-            self._router.fail(RolloutError(f"{why}; it was the last server"))
+            self._router.fail(RolloutError(f"{fault}; it was the last server"))
 
-    def _wait_blank(self, member: Member, why: WeightsGone) -> None:
+    def _wait_for_publish(self, member: Member, fault: WeightsGone) -> None:
         """Leaves a restarted server without weights until the next publish."""
-        if why.another_comes or self._others(member):
-            say(f"the server at {member.endpoint.url} waits for the next publish: {why}")
+        if fault.another_comes or self._has_other_servers(member):
+            say(f"the server at {member.endpoint.url} waits for the next publish: {fault}")
         else:
-            self._router.fail(RolloutError(f"{why}; {member.endpoint.url} was this host's last server"))
+            self._router.fail(RolloutError(f"{fault}; {member.endpoint.url} was this host's last server"))
 
-    def _others(self, member: Member) -> bool:
-        return any(other.up or other.mending for other in self._router.members if other is not member)
+    def _has_other_servers(self, member: Member) -> bool:
+        return any(other.up or other.in_repair for other in self._router.members if other is not member)
 
     # In the pool's threads.
 
-    def _broken(self, member: Member) -> bool:
+    def _is_broken(self, member: Member) -> bool:
         """Whether a failed server is really broken."""
         if member.server is not None and not member.server.alive():
             return True
-        endpoint = member.endpoint.within(self._limits.health_timeout_s)
+        endpoint = member.endpoint.with_timeout(self._limits.health_timeout_s)
         try:
             with self._weights.lock:  # no update is in progress
                 return self._api.paused(endpoint) or self._api.version(endpoint) != self._weights.version
@@ -186,11 +189,12 @@ class Repairs:
             self._weights.may_start.wait()  # until the trainer has freed the memory of the GPU that they share
             member.server.restart()
             member.server.wait_ready()
-            member.endpoint.move(member.server.url, member.server.key)
-            member.about = self._api.inspect(member.endpoint)
+            member.endpoint.set_address(member.server.url, member.server.key)
+            member.facts = self._api.inspect(member.endpoint)
         self._weights.catch_up(member)
 
     def _add(self, member: Member) -> None:
+
         def join() -> None:
             self._router.members = (*self._router.members, member)
 
@@ -207,12 +211,13 @@ class Repairs:
             self._router.members = tuple(other for other in self._router.members if other is not member)
 
     def _wait_for(self, member: Member) -> None:
+        """Waits until an attached server answers again, and inspects it; RolloutError if it is late."""
         deadline = time.monotonic() + self._start_timeout_s
-        member.endpoint.lease()
+        member.endpoint.begin_lease()
         while not self.closed:
             try:
-                member.endpoint.within(self._limits.health_timeout_s).see("/health")
-                member.about = self._api.inspect(member.endpoint)
+                member.endpoint.with_timeout(self._limits.health_timeout_s).check("/health")
+                member.facts = self._api.inspect(member.endpoint)
                 return
             except RolloutError as e:
                 if time.monotonic() > deadline:
@@ -237,33 +242,34 @@ class Membership:
     def __init__(
         self,
         lookup: Lookup,
-        make: Callable[[str, bool], Member],
+        inspect: Callable[[str, bool], Member],
         router: Router,
         repairs: Repairs,
         *,
         start_timeout_s: float,
     ):
-        """`make` inspects the server at an address; a server of this run may be paused."""
+        """`inspect` inspects the server at an address; a server of this run may be paused."""
         self._lookup = lookup
-        self._make = make
+        self._inspect = inspect
         self._router = router
         self._repairs = repairs
         self._start_timeout_s = start_timeout_s
-        self._ours = {member.endpoint.url for member in router.members}  # a publish that broke off may have paused them
-        self._told: dict[str, str] = {}  # faults by address, each reported once
+        # of servers that a publish that broke off may have paused
+        self._known_urls = {member.endpoint.url for member in router.members}
+        self._reported_faults: dict[str, str] = {}  # faults by address, each reported once
         self._joining: dict[str, asyncio.Task[None]] = {}  # by address
-        self._missed: set[str] = set()  # addresses that the last look-up did not name
+        self._missing: set[str] = set()  # addresses that the last look-up did not name
 
     async def watch(self) -> None:
-        """Follows the look-up until cancelled."""
+        """Lets servers join and leave by the look-up, until cancelled."""
         last_up = time.monotonic()
         while True:
             await asyncio.sleep(LOOKUP_S)
             await self.follow()
-            if any(member.up or member.blank for member in self._router.members):
+            if any(member.up or member.without_weights for member in self._router.members):
                 last_up = time.monotonic()
             elif time.monotonic() - last_up > self._start_timeout_s:
-                why = "; ".join(self._told.values()) or "it names none"
+                why = "; ".join(self._reported_faults.values()) or "it names none"
                 fault = f"no server of rollout.urls works since rollout.start_timeout_s={self._start_timeout_s:g}"
                 self._router.fail(RolloutError(f"{fault}; {why}"))
 
@@ -272,12 +278,12 @@ class Membership:
         try:
             urls = await asyncio.to_thread(self._lookup)
         except (OSError, ValueError) as e:  # the present servers stay
-            self._tell("", f"rollout.urls cannot be looked up: {e}")
+            self._report("", f"rollout.urls cannot be looked up: {e}")
             return
-        self._told.pop("", None)
+        self._reported_faults.pop("", None)
         present = {member.endpoint.url: member for member in self._router.members}
-        missed = present.keys() - set(urls)
-        leaving, self._missed = missed & self._missed, missed  # one look-up may read a half-written file
+        missing = present.keys() - set(urls)
+        leaving, self._missing = (missing & self._missing, missing)  # one look-up may read a half-written file
         for url in leaving:
             say(f"the server at {url} leaves")
             await self._repairs.drop(present[url])
@@ -285,40 +291,43 @@ class Membership:
             self._joining[url] = asyncio.get_running_loop().create_task(self._join(url))
 
     async def _join(self, url: str) -> None:
+        """Inspects the server at an address and adds it to the fleet; reports a fault once."""
         began = time.monotonic()
         try:
-            member = await asyncio.to_thread(self._make, url, url in self._ours)
-            member.require_apart(self._router.members)
-            length = member.about.max_model_len
-            shortest = min((other.about.max_model_len for other in self._router.members), default=0)
+            member = await asyncio.to_thread(self._inspect, url, url in self._known_urls)
+            member.require_distinct(self._router.members)
+            length = member.facts.max_model_len
+            shortest = min((other.facts.max_model_len for other in self._router.members), default=0)
             if length < shortest:  # the fleet refuses longer requests than its shortest server takes
                 fault = f"has max_model_len={length}, and the others {shortest} or more"
                 raise RolloutError(f"the server at {url} {fault}")
-            self._ours.add(url)
+            self._known_urls.add(url)
             await self._repairs.admit(member)
         except (RolloutError, UserError) as e:
-            self._tell(url, f"{e.__cause__ or e}; it joins when it answers")  # without the command that starts one
+            self._report(url, f"{e.__cause__ or e}; it joins when it answers")  # without the command that starts one
             return
         except Exception as e:  # no other task waits for this one
             self._router.fail(e)
             return
         finally:
             self._joining.pop(url)
-        self._told.pop(url, None)
+        self._reported_faults.pop(url, None)
         say(f"the server at {url} joins after {time.monotonic() - began:.1f} s")
 
-    def _tell(self, about: str, fault: str) -> None:
-        if self._told.get(about) != fault:
-            self._told[about] = fault
+    def _report(self, url: str, fault: str) -> None:
+        """Reports a fault of an address unless it was the last one reported of it."""
+        if self._reported_faults.get(url) != fault:
+            self._reported_faults[url] = fault
             say(fault)
 
 
-def address_lookup(where: Path | tuple[str, int]) -> Lookup:
+def address_lookup(place: Path | tuple[str, int]) -> Lookup:
     """Makes the look-up of the present addresses in a file, or of a DNS name and a port."""
-    return functools.partial(_in_file, where) if isinstance(where, Path) else functools.partial(_by_name, *where)
+    return functools.partial(_read_file, place) if isinstance(place, Path) else functools.partial(_resolve_name, *place)
 
 
-def _in_file(path: Path) -> list[str]:
+def _read_file(path: Path) -> list[str]:
+    """Returns the server addresses in a file, one in each line; ValueError if one is invalid."""
     lines = (line.partition("#")[0].strip().rstrip("/") for line in path.read_text(encoding="utf-8").splitlines())
     urls = list(dict.fromkeys(filter(None, lines)))
     if not urls:  # also while a file is written in place
@@ -331,6 +340,6 @@ def _in_file(path: Path) -> list[str]:
     return urls
 
 
-def _by_name(name: str, port: int) -> list[str]:
-    addresses = {str(at[4][0]) for at in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)}
+def _resolve_name(name: str, port: int) -> list[str]:
+    addresses = {str(info[4][0]) for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)}
     return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in sorted(addresses)]

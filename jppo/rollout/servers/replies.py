@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.servers.delivery import Completion, end_ids
+from jppo.rollout.servers.api import Completion, end_ids
 from jppo.rollout.servers.endpoint import ServerFault
 from jppo.rollout.servers.http_client import brief
 from jppo.types import Sampling
@@ -19,27 +19,27 @@ LONGEST = 1 << 31  # tokens
 ROOM, TOKEN = 1 << 20, 1 << 12  # bytes of an answer, and of each token in it: many times what servers send
 
 
-def largest(sampling: Sampling) -> int | None:
+def max_answer_bytes(sampling: Sampling) -> int | None:
     """Returns the most bytes of an answer; None with experts or kept tokens, whose size is not known here."""
     return None if sampling.experts or sampling.kept else ROOM + TOKEN * sampling.max_tokens
 
 
 @contextlib.contextmanager
 def reading(source: str, answer: Any) -> Iterator[None]:
-    """Makes a ServerFault, with the answer's source, of any error in reading it."""
+    """Makes any error in reading an answer, within the block, a ServerFault with the answer's source."""
     try:
         yield
     except ServerFault:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, RolloutError) as e:
-        why = f"{e} is missing" if isinstance(e, KeyError) else str(e)
-        raise ServerFault(f"{source} answered unexpectedly: {why}, in {brief(answer)}") from e
+        reason = f"{e} is missing" if isinstance(e, KeyError) else str(e)
+        raise ServerFault(f"{source} answered unexpectedly: {reason}, in {brief(answer)}") from e
 
 
-def whole(value: Any, name: str, most: int = LONGEST) -> int:
-    """Returns an integer from 0 to `most`; ValueError for anything else."""
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{name}={brief(value)} is no integer from 0 to {most}")
+def whole(value: Any, name: str, limit: int = LONGEST) -> int:
+    """Returns an integer from 0 to `limit`; ValueError for anything else."""
+    if type(value) is not int or not 0 <= value <= limit:
+        raise ValueError(f"{name}={brief(value)} is no integer from 0 to {limit}")
     return value
 
 
@@ -57,13 +57,13 @@ def text(value: Any, name: str) -> str:
     return value
 
 
-def version(named: Any) -> int | None:
+def version(name: Any) -> int | None:
     """Returns a version by its name; None if the trainer gave no such name."""
-    known = isinstance(named, str) and named.isascii() and named.isdecimal() and len(named) < 20
-    return int(named) if known else None
+    known = isinstance(name, str) and name.isascii() and name.isdecimal() and len(name) < 20
+    return int(name) if known else None
 
 
-def only(values: Any, name: str) -> Any:
+def single_entry(values: Any, name: str) -> Any:
     """Returns the only entry of a list; ValueError if it has another number of them."""
     if not isinstance(values, list) or len(values) != 1:
         count = len(values) if isinstance(values, list) else brief(values)
@@ -76,18 +76,18 @@ def token_ids(values: Any, vocab_size: int) -> list[int]:
     if not isinstance(values, list):
         raise ValueError(f"{brief(values)} is no list of token ids")
     if not set(map(type, values)) <= {int} or (values and not (min(values) >= 0 and max(values) < vocab_size)):
-        wrong = next(x for x in values if type(x) is not int or not 0 <= x < vocab_size)
-        raise ValueError(f"{brief(wrong)} is no token id from 0 to {vocab_size - 1}")
+        invalid = next(x for x in values if type(x) is not int or not 0 <= x < vocab_size)
+        raise ValueError(f"{brief(invalid)} is no token id from 0 to {vocab_size - 1}")
     return values
 
 
 def log_probs(values: Sequence[Any]) -> list[float]:
     """Returns log-probs; ValueError if one is no number, not finite or above 0."""
-    numbers = set(map(type, values)) <= {float, int}
+    are_numbers = set(map(type, values)) <= {float, int}
     # the order of a NaN is not defined, but their sum would be one
-    if not numbers or (values and not (min(values) > LEAST and max(values) <= MOST and math.isfinite(sum(values)))):
-        wrong = next(x for x in values if type(x) not in (float, int) or not LEAST < x <= MOST)
-        raise ValueError(f"{brief(wrong)} is no log-prob of a sampled token: a finite number that is at most 0")
+    if not are_numbers or (values and not (min(values) > LEAST and max(values) <= MOST and math.isfinite(sum(values)))):
+        invalid = next(x for x in values if type(x) not in (float, int) or not LEAST < x <= MOST)
+        raise ValueError(f"{brief(invalid)} is no log-prob of a sampled token: a finite number that is at most 0")
     return list(values)
 
 
@@ -121,10 +121,10 @@ def completion(
     if not len(tokens) == len(logprob) == len(version) or len(tokens) > sampling.max_tokens:
         counts = f"{len(tokens)} tokens, {len(logprob)} log-probs and {len(version)} versions"
         raise ValueError(f"it has {counts}, of at most {sampling.max_tokens} tokens")
-    ends = frozenset(end_ids(sampling, eos_token_ids))
-    if not ends.isdisjoint(tokens[:-1]):
-        raise ValueError(f"tokens follow the end token {next(x for x in tokens if x in ends)}")
-    if tokens and tokens[-1] in ends:
+    end_tokens = frozenset(end_ids(sampling, eos_token_ids))
+    if not end_tokens.isdisjoint(tokens[:-1]):
+        raise ValueError(f"tokens follow the end token {next(x for x in tokens if x in end_tokens)}")
+    if tokens and tokens[-1] in end_tokens:
         finish = "stop"  # SGLang checks the length first
     elif finish == "stop" and not sampling.stop:
         raise ValueError(f"it stopped at token {tokens[-1]}, which ends no response here")

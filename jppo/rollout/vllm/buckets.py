@@ -1,4 +1,4 @@
-"""Publishing to vLLM without a file: buckets of tensors by vLLM's weight transfer routes.
+"""Publishing to vLLM without a file: buckets (groups of tensors) by vLLM's weight transfer routes.
 
     for each bucket: gather it -> every server stages it (offers) -> every server checks the whole
     pause -> load and set the version (take) -> resume
@@ -26,7 +26,7 @@ from jppo.rollout.servers.delivery import Delivery, Offers, Step, WeightsGone
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.vllm import layout, transports
 from jppo.rollout.vllm.layout import TensorEntry
-from jppo.rollout.vllm.publish import Buffers, FilePublisher, accept, call_workers
+from jppo.rollout.vllm.publish import Buffers, FilePublisher, call_workers, require_ok
 
 BUCKET = 3 << 26  # bytes: with 64 MiB in flight from the device, 256 MiB in all
 IN_TIME = 0.8  # fraction of the request timeout: a longer transfer is refused, with the reason
@@ -37,7 +37,7 @@ Tensors = Sequence[tuple[str, Any]]
 class Carrier(Protocol):
     """A way of buckets to the servers."""
 
-    alone: bool  # one delivery at a time, as with one communicator or buffer
+    exclusive: bool  # one delivery at a time, as with one communicator or buffer
 
     def joins(self) -> Iterator[Step]:
         """Yields the steps that prepare the servers for a publish."""
@@ -52,12 +52,12 @@ class Carrier(Protocol):
 class Tcp:
     """Servers download each bucket from the trainer's memory."""
 
-    alone = False
+    exclusive = False
 
-    def __init__(self, publish_host: str, timeout_s: float):
-        """`timeout_s`: of a server's request."""
+    def __init__(self, publish_host: str, request_timeout_s: float):
+        """`request_timeout_s`: of a server's request."""
         try:
-            self._sender = transports.Sender(publish_host, timeout_s=IN_TIME * timeout_s)
+            self._sender = transports.Sender(publish_host, timeout_s=IN_TIME * request_timeout_s)
         except OSError as e:
             raise UserError(
                 f"rollout.publish_host={publish_host!r}: the trainer cannot listen there ({e}); use an address of this"
@@ -86,13 +86,13 @@ class Pass:
 
     only: frozenset[str] | None = None
     base: str = ""  # digest of the weights that changes are of
-    based: set[str] = dataclasses.field(default_factory=set)  # servers that have these weights
+    have_base: set[str] = dataclasses.field(default_factory=set)  # servers that have these weights
     refused: dict[str, RolloutError] = dataclasses.field(default_factory=dict)  # by servers that then need all
 
     def ask(self, endpoint: Endpoint) -> None:
-        """Notes whether all workers of a server have the base; those of an older jppo do not answer with theirs."""
+        """Notes whether all workers of a server have the base."""
         if all(worker.get("base") == self.base for worker in call_workers(endpoint, "jppo_transfer")):
-            self.based.add(endpoint.url)
+            self.have_base.add(endpoint.url)
 
     def begin(self, endpoint: Endpoint) -> None:
         """Begins an empty publish on a server of this pass."""
@@ -118,50 +118,53 @@ class Streamed:
     _begun: list[bool] = dataclasses.field(default_factory=list)  # an iterator cannot be begun again
 
     @property
-    def alone(self) -> bool:
+    def exclusive(self) -> bool:
         """Whether the carrier serves one delivery at a time."""
-        return self.carrier.alone
+        return self.carrier.exclusive
 
     def offers(self) -> Offers:
-        """Yields: begin, each bucket, the check of the whole; then all of it again where changes were refused."""
+        """Yields the steps: begin, each bucket, the check of the whole; all of it again where changes were refused."""
         source = iter(self.tensors)
-        once = source is self.tensors
-        if once and self._begun:  # perhaps other hosts still gather with it
+        iterates_once = source is self.tensors
+        if iterates_once and self._begun:  # perhaps other hosts still gather with it
             raise WeightsGone("the weights were gathered from all hosts and not kept", another_comes=False)
         copy = None if self._begun else self.copy  # a later delivery may overlap the next publish
         self._begun.append(True)
-        first = Pass(base=copy.digest if copy is not None else "")
-        yield first.begin
+        first_pass = Pass(base=copy.digest if copy is not None else "")
+        yield first_pass.begin
         yield from self.carrier.joins()
-        if first.base:
-            yield first.ask
-        yield from self._send(source, copy, first)
-        if first.refused:
-            last = first.refused.popitem()[1] if once else None
-            for error in first.refused.values():
-                after = "" if once else "; all weights are sent instead of their changes"
-                print(f"{error}{after}", file=sys.stderr, flush=True)
-            if last is not None:
-                raise last
-            again = Pass(only=frozenset(first.refused))
-            yield again.begin
-            yield from self._send(iter(self.tensors), None, again)
+        if first_pass.base:
+            yield first_pass.ask
+        yield from self._send_buckets(source, copy, first_pass)
+        if first_pass.refused:
+            last_error = first_pass.refused.popitem()[1] if iterates_once else None
+            for error in first_pass.refused.values():
+                remedy = "" if iterates_once else "; all weights are sent instead of their changes"
+                print(f"{error}{remedy}", file=sys.stderr, flush=True)
+            if last_error is not None:
+                raise last_error
+            second_pass = Pass(only=frozenset(first_pass.refused))
+            yield second_pass.begin
+            yield from self._send_buckets(iter(self.tensors), None, second_pass)
 
     def take(self, endpoint: Endpoint) -> None:
         """Loads the staged tensors on the server."""
         endpoint.post("/finish_weight_update", {})
-        accept(endpoint, self.version, "jppo_transfer")
+        require_ok(endpoint, self.version, "jppo_transfer")
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
 
-    def _send(self, source: Iterator[tuple[str, Any]], copy: layout.Copy | None, run: Pass) -> Offers:
+    def _send_buckets(self, source: Iterator[tuple[str, Any]], copy: layout.Copy | None, current_pass: Pass) -> Offers:
+        """Yields a step for each bucket, and the check of the whole; updates the copy of the last publish."""
         sent: list[TensorEntry] = []
         try:
             for bucket in _buckets(source):
                 with (
-                    self.carrier.offer(bucket) as (entries, where),
-                    self._changes(bucket, entries, copy, run) as changes,
+                    self.carrier.offer(bucket) as (entries, place),
+                    self._offer_changes(bucket, entries, copy, current_pass) as changes,
                 ):
-                    yield self._update(run, {"entries": layout.pack_bytes(entries), **where}, _nbytes(entries), changes)
+                    yield self._update_step(
+                        current_pass, {"entries": layout.pack_bytes(entries), **place}, _total_bytes(entries), changes
+                    )
                 sent += entries
                 del bucket  # before the next one is gathered
         except (RuntimeError, ValueError) as e:  # of JAX, for an array that the trainer's update has overwritten
@@ -169,47 +172,49 @@ class Streamed:
                 raise
             raise WeightsGone("the trainer is updating the published weights", another_comes=True) from e
         digest = layout.digest(sent)
-        yield self._update(run, {"digest": digest}, 0, None)
+        yield self._update_step(current_pass, {"digest": digest}, 0, None)
         if copy is not None:
             copy.digest = digest
 
     @contextlib.contextmanager
-    def _changes(
-        self, bucket: Tensors, entries: list[TensorEntry], copy: layout.Copy | None, run: Pass
+    def _offer_changes(
+        self, bucket: Tensors, entries: list[TensorEntry], copy: layout.Copy | None, current_pass: Pass
     ) -> Iterator[tuple[Mapping[str, Any], int] | None]:
         """Updates the copy; within the block offers the changes, if a server can use them, and returns their bytes."""
-        if copy is None or not run.based:
+        if copy is None or not current_pass.have_base:
             if copy is not None:
                 copy.replace(entries, [tensor for _, tensor in bucket])
             yield None
             return
-        with self.carrier.offer(copy.changes(entries, [tensor for _, tensor in bucket])) as (changes, where):
+        with self.carrier.offer(copy.changes(entries, [tensor for _, tensor in bucket])) as (changes, place):
             fields = {
                 "entries": layout.pack_bytes(entries),
-                "base": run.base,
+                "base": current_pass.base,
                 "changes": layout.pack_bytes(changes),
-                **where,
+                **place,
             }
-            yield fields, _nbytes(changes)
+            yield fields, _total_bytes(changes)
 
-    def _update(
-        self, run: Pass, whole: Mapping[str, Any], nbytes: int, changes: tuple[Mapping[str, Any], int] | None
+    def _update_step(
+        self, current_pass: Pass, whole: Mapping[str, Any], nbytes: int, changes: tuple[Mapping[str, Any], int] | None
     ) -> Step:
+        """Returns the step that posts a bucket, or its changes, to a server, and checks that the server accepts it."""
+
         def update(endpoint: Endpoint) -> None:
             url = endpoint.url
-            if url in run.refused or (run.only is not None and url not in run.only):
+            if url in current_pass.refused or (current_pass.only is not None and url not in current_pass.only):
                 return
-            fields, sent = changes if changes is not None and url in run.based else (whole, nbytes)
+            fields, sent_bytes = changes if changes is not None and url in current_pass.have_base else (whole, nbytes)
             endpoint.post(UPDATE, {"update_info": {"version": self.version, **fields}})
-            self.sizes.append((sent, nbytes))
+            self.sizes.append((sent_bytes, nbytes))
             try:
-                accept(endpoint, self.version, "jppo_transfer")
+                require_ok(endpoint, self.version, "jppo_transfer")
             except ServerFault:
                 raise
             except RolloutError as e:
-                if url not in run.based:
+                if url not in current_pass.have_base:
                     raise
-                run.refused[url] = e
+                current_pass.refused[url] = e
 
         return update
 
@@ -224,16 +229,16 @@ class StreamPublisher(FilePublisher):
         self._sizes: list[tuple[int, int]] = []
 
     def whole(self, tensors: Iterable[tuple[str, Any]], version: int) -> Delivery:
-        """Gathers nothing yet."""
-        self._forget(0)
+        """Makes the delivery of a whole policy; gathers nothing yet."""
+        self._remove_adapters(0)
         return Streamed(tensors, version, self._carrier, self._copy, self._sizes)
 
     def metrics(self) -> dict[str, float]:
         """Returns the megabytes sent to servers since the last call, and what they would be without changes."""
         sizes = [self._sizes.pop(0) for _ in range(len(self._sizes))]  # other threads append
         return {
-            "rollout/published_mb": sum(sent for sent, _ in sizes) / 1e6,
-            "rollout/published_whole_mb": sum(whole for _, whole in sizes) / 1e6,
+            "rollout/published_mb": sum(sent_bytes for sent_bytes, _ in sizes) / 1e6,
+            "rollout/published_whole_mb": sum(whole_bytes for _, whole_bytes in sizes) / 1e6,
         }
 
     def close(self) -> None:
@@ -242,7 +247,7 @@ class StreamPublisher(FilePublisher):
         super().close()
 
 
-def _nbytes(entries: Sequence[TensorEntry]) -> int:
+def _total_bytes(entries: Sequence[TensorEntry]) -> int:
     return sum(entry.nbytes for entry in entries)
 
 
@@ -265,5 +270,5 @@ def checksummed(bucket: Sequence[tuple[str, np.ndarray]]) -> tuple[list[TensorEn
     views = [array.reshape(-1).view(np.uint8).data for array in arrays]
     with ThreadPoolExecutor(layout.THREADS) as pool:
         sums = list(pool.map(zlib.crc32, views))
-    known = zip(bucket, arrays, sums, strict=True)
-    return layout.in_order((name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in known), views
+    tensors = zip(bucket, arrays, sums, strict=True)
+    return layout.lay_out((name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in tensors), views

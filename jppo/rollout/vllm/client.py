@@ -26,10 +26,10 @@ import numpy as np
 from jppo.errors import UserError
 from jppo.rollout.protocol import Kept, RolloutError
 from jppo.rollout.servers import guard, replies
-from jppo.rollout.servers.delivery import Completion, sampling_params
+from jppo.rollout.servers.api import Completion, sampling_params
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
-from jppo.rollout.servers.member import Inspected, Server, ServerLimits, check_ports
+from jppo.rollout.servers.member import Server, ServerFacts, ServerLimits, check_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import arguments, buckets, device_carriers
 from jppo.rollout.vllm.arguments import ServerSettings
@@ -46,7 +46,7 @@ class Vllm:
 
     eos_token_ids: Sequence[int]
     vocab_size: int
-    how: str  # command that starts a suitable server
+    advice: str  # command that starts a suitable server
     needed: Sequence[str]  # routes
     dtype: str  # compute dtype, and the dtype of published weights
     publish_via: str = "file"
@@ -55,7 +55,7 @@ class Vllm:
     resume_route: str = "/resume"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
-        """Sends every field, so no default of the server applies."""
+        """Returns the route and body of a request, with every field, so that no default of the server applies."""
         return GENERATE, {
             "model": model,
             "token_ids": list(ids),
@@ -73,9 +73,9 @@ class Vllm:
             },
         }
 
-    def part(self, reply: Any, sampling: Sampling) -> Completion:
+    def parse_reply(self, reply: Any, sampling: Sampling) -> Completion:
         """Parses the tokens with their log-probs and weight versions."""
-        choice = replies.only(reply["choices"], "choices")
+        choice = replies.single_entry(reply["choices"], "choices")
         logprob = [position["logprob"] for position in choice["logprobs"]["content"]]
         part = replies.completion(
             choice["token_ids"],
@@ -86,12 +86,12 @@ class Vllm:
             eos_token_ids=self.eos_token_ids,
             vocab_size=self.vocab_size,
         )
-        experts = _experts(choice.get("routed_experts"), self.experts) if sampling.experts else None
-        kept = _kept(choice.get("sampling_mask"), part.tokens, sampling.kept, self.vocab_size)
+        experts = _decode_experts(choice.get("routed_experts"), self.experts) if sampling.experts else None
+        kept = _read_kept(choice.get("sampling_mask"), part.tokens, sampling.kept, self.vocab_size)
         return dataclasses.replace(part, experts=experts, kept=kept)
 
-    def inspect(self, endpoint: Endpoint) -> Inspected:
-        """Checks the routes, the worker and the settings that training needs."""
+    def inspect(self, endpoint: Endpoint) -> ServerFacts:
+        """Returns what the server reports; UserError if it lacks a route, worker or setting that training needs."""
         info: dict[str, Any] = call_workers(endpoint, "jppo_info")[0]
         models, routes = endpoint.get("/v1/models"), endpoint.get_field("/openapi.json", "paths", dict)
         with replies.reading(f"the server at {endpoint.url}", [models, info]):
@@ -100,7 +100,7 @@ class Vllm:
             process = replies.text(info.get("process", ""), "process")
             names = ("logprobs_mode", "device", "chunked_prefill", "dtype", "experts", "kept")
             mode, device, chunked, dtype, experts, kept = [info[name] for name in names]
-        for fit, fault in (
+        for is_suitable, fault in (
             *((route in routes, f"has no {route}") for route in self.needed),
             (dtype == self.dtype, f"computes in {dtype}, rollout.dtype is {self.dtype}"),
             (mode == "processed_logprobs", f"gives {mode}"),
@@ -112,9 +112,9 @@ class Vllm:
             (experts or not self.experts, "returns no experts, which rollout.routing_replay needs"),
             (kept or not self.kept, "returns no kept tokens of every sample, which rollout.mask_replay needs"),
         ):
-            if not fit:
-                raise UserError(f"the server at {endpoint.url} {fault}; {self.how}")
-        return Inspected(model, length, process)
+            if not is_suitable:
+                raise UserError(f"the server at {endpoint.url} {fault}; {self.advice}")
+        return ServerFacts(model, length, process)
 
     def paused(self, endpoint: Endpoint) -> bool:
         """Whether requests would wait."""
@@ -126,11 +126,11 @@ class Vllm:
         return replies.version(answered.get("weight_version")) if isinstance(answered, dict) else None
 
     def working(self, endpoint: Endpoint, requests: int) -> bool:
-        """Asks its workers, which answer between two steps of sampling."""
+        """Whether it is sampling for so many requests: asks its workers, which answer between two steps."""
         try:
             workers = call_workers(endpoint, "jppo_working")
             with replies.reading(f"the server at {endpoint.url}", workers):
-                return any(has["requests"] >= min(requests, has["most"]) for has in workers)
+                return any(worker["requests"] >= min(requests, worker["most"]) for worker in workers)
         except RolloutError:
             return False
 
@@ -151,7 +151,7 @@ class Vllm:
         endpoint.post(f"/wake_up?tags={tag}")
 
 
-def _experts(encoded: Any, shape: tuple[int, int, int] | None) -> np.ndarray | None:
+def _decode_experts(encoded: Any, shape: tuple[int, int, int] | None) -> np.ndarray | None:
     """Decodes the experts in an answer; `shape`: layers, active and all experts of the model."""
     if encoded is None:
         return None
@@ -165,20 +165,20 @@ def _experts(encoded: Any, shape: tuple[int, int, int] | None) -> np.ndarray | N
         raise ValueError(f"the experts cannot be read: {e}") from e
     if experts.ndim != 3 or dtype.kind not in "iu":
         raise ValueError(f"the experts are of type {dtype} and shape {sizes}, not integers by token, layer and rank")
-    layers, active, count = shape or (*experts.shape[1:], np.iinfo(np.int16).max)
-    if experts.shape[1:] != (layers, active) or not np.all((experts >= 0) & (experts < count)):
-        raise ValueError(f"the experts of shape {sizes} are not {active} of {count} in each of {layers} layers")
+    layers, active, expert_count = shape or (*experts.shape[1:], np.iinfo(np.int16).max)
+    if experts.shape[1:] != (layers, active) or not np.all((experts >= 0) & (experts < expert_count)):
+        raise ValueError(f"the experts of shape {sizes} are not {active} of {expert_count} in each of {layers} layers")
     return experts.astype(np.int16)
 
 
-def _kept(ids: Any, tokens: Sequence[int], most: int, vocab_size: int) -> Kept | None:
-    """Reads up to `most` kept tokens of each sample in an answer; an interrupted one without tokens has none."""
-    if not most:
+def _read_kept(mask: Any, tokens: Sequence[int], most_kept: int, vocab_size: int) -> Kept | None:
+    """Reads up to `most_kept` kept tokens of each sample in an answer; an interrupted one without tokens has none."""
+    if not most_kept:
         return None
-    if ids is None:
+    if mask is None:
         return None if tokens else []
-    checked = [replies.token_ids(kept, vocab_size) for kept in ids]
-    return [np.array(kept if len(kept) <= most else [OVERFLOW], np.int32) for kept in checked]
+    ids_of_samples = [replies.token_ids(ids, vocab_size) for ids in mask]
+    return [np.array(ids if len(ids) <= most_kept else [OVERFLOW], np.int32) for ids in ids_of_samples]
 
 
 def start_vllm(
@@ -196,11 +196,11 @@ def start_vllm(
     model = ["--model", model_dir, *arguments.model_options(model_dir, run_dir)]
 
     def speak(eos_token_ids: Sequence[int]) -> Vllm:
-        command = how_to_start(model, settings)
+        start_advice = how_to_start(model, settings)
         return Vllm(
             eos_token_ids,
             settings.vocab_size,
-            command,
+            start_advice,
             routes,
             settings.dtype,
             settings.publish_via,
@@ -218,16 +218,16 @@ def start_vllm(
         build = arguments.check_vllm(settings.python)
         arguments.require_served(settings, build)
         check_ports(settings.port, settings.servers)
-    spare = [] if urls else [run_dir, tempfile.gettempdir()]  # other machines do not see them
-    buffers = Buffers(publish_dir, named=settings.lora_rank > 0, spare=spare)
+    spare_folders = [] if urls else [run_dir, tempfile.gettempdir()]  # other machines do not see them
+    buffers = Buffers(publish_dir, named=settings.lora_rank > 0, spare=spare_folders)
     publisher = FilePublisher(buffers)
     if settings.publish_via == "tcp":
         carrier = buckets.Tcp(publish_host, limits.request_timeout_s)
         publisher = buckets.StreamPublisher(buffers, carrier, changes=settings.publish_delta)
     elif settings.publish_via == "nccl":
-        publisher = buckets.StreamPublisher(buffers, device_carriers.on_first_gpu())
+        publisher = buckets.StreamPublisher(buffers, device_carriers.make_nccl_carrier())
     elif settings.publish_via == "ipc":
-        publisher = buckets.StreamPublisher(buffers, device_carriers.on_gpus())
+        publisher = buckets.StreamPublisher(buffers, device_carriers.make_ipc_carrier())
     for i in range(0 if urls else settings.servers):
         program = arguments.vllm_program(
             i, model=model, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder
@@ -244,8 +244,8 @@ def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:
         options = shlex.join([*model, *arguments.vllm_options(settings, build)])
         return f"{guard.TOKEN}=... {variables} python -m {arguments.MODULE} {options}"
 
-    on_cpu = "" if settings.sleeps else f", on a CPU with `{command('cpu')}`"  # which cannot sleep
-    return f"start it on a GPU with `{command('gpu')}`{on_cpu}, and set {guard.TOKEN} alike here"
+    cpu_advice = "" if settings.sleeps else f", on a CPU with `{command('cpu')}`"  # which cannot sleep
+    return f"start it on a GPU with `{command('gpu')}`{cpu_advice}, and set {guard.TOKEN} alike here"
 
 
 SCORE_ROUTE = "/v1/completions"
@@ -275,10 +275,10 @@ class ServedReferences:
         """
         with ThreadPoolExecutor(CONCURRENT) as pool:
             pairs = zip(sources, trajectories, strict=True)
-            scored = list(pool.map(lambda pair: self._of(pair[0]).logprob(pair[1]), pairs))
-        return [logprob for logprob, _ in scored], {"ref/retries": float(sum(tries for _, tries in scored))}
+            results = list(pool.map(lambda pair: self._server_of(pair[0]).logprob(pair[1]), pairs))
+        return [logprob for logprob, _ in results], {"ref/retries": float(sum(tries for _, tries in results))}
 
-    def _of(self, source: str) -> "ServedReference":
+    def _server_of(self, source: str) -> "ServedReference":
         return self._by_source.get(source) or self._by_source[""]
 
 
@@ -287,21 +287,21 @@ class ServedReference:
 
     def __init__(self, url: str, *, longest: int, tokenizer: Any, timeout_s: float):
         self.url = url
-        self._endpoint = Endpoint(url, timeout_s=timeout_s, why=lambda: "")
+        self._endpoint = Endpoint(url, timeout_s=timeout_s, explain=lambda: "")
         ids = sorted(tokenizer.get_vocab().values())
         try:
             models = self._endpoint.get("/v1/models")
             with replies.reading(f"the server at {url}", models):
                 self.model = replies.text(models["data"][0]["id"], "id")
-                most = replies.whole(models["data"][0]["max_model_len"], "max_model_len")
+                max_model_len = replies.whole(models["data"][0]["max_model_len"], "max_model_len")
             text = self._endpoint.post("/detokenize", {"model": self.model, "tokens": ids})
             with replies.reading(f"the server at {url}", text):
                 text = replies.text(text["prompt"], "prompt")
         except RolloutError as e:
             raise RolloutError(f"ref.url: {e}; start vLLM there, or correct the address") from e
-        if most <= longest:
+        if max_model_len <= longest:
             raise UserError(
-                f"ref.url={url}: the server's max_model_len={most} must be above data.max_prompt_length +"
+                f"ref.url={url}: the server's max_model_len={max_model_len} must be above data.max_prompt_length +"
                 f" data.max_response_length={longest}; start it with --max-model-len {longest + 1}"
             )
         if text != tokenizer.decode(ids):
@@ -310,28 +310,28 @@ class ServedReference:
                 " tokenizer of model.path; serve a model with that tokenizer"
             )
 
-    def logprob(self, t: Trajectory) -> tuple[np.ndarray, int]:
+    def logprob(self, trajectory: Trajectory) -> tuple[np.ndarray, int]:
         """Returns the log-prob of every token, and how many requests failed before."""
-        body = {"model": self.model, "prompt": t.tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
-        for tries in range(TRIES):
+        body = {"model": self.model, "prompt": trajectory.tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
+        for attempt in range(TRIES):
             try:
                 reply = self._endpoint.post(SCORE_ROUTE, body)
                 with replies.reading(f"the server at {self.url}", reply):
-                    return _scored(reply, t), tries
+                    return _read_logprobs(reply, trajectory), attempt
             except ServerFault as e:
-                if tries + 1 == TRIES:
+                if attempt + 1 == TRIES:
                     raise RolloutError(
-                        f"ref.url has no log-probs for prompt {t.uid} after {TRIES} tries: {e}; start the server again"
-                        " and repeat the command, which resumes"
+                        f"ref.url has no log-probs for prompt {trajectory.uid} after {TRIES} tries: {e}; start the"
+                        " server again and repeat the command, which resumes"
                     ) from e
-            time.sleep(PAUSE_S * 2**tries)
+            time.sleep(PAUSE_S * 2**attempt)
         raise AssertionError
 
 
-def _scored(reply: Any, t: Trajectory) -> np.ndarray:
+def _read_logprobs(reply: Any, t: Trajectory) -> np.ndarray:
     """Reads the log-probs of the tokens that were sent."""
-    _, *others = replies.only(reply["choices"], "choices")["prompt_logprobs"]
-    if len(others) + 1 != len(t.tokens):
-        raise ValueError(f"{len(others) + 1} of {len(t.tokens)} tokens have log-probs")
-    rest = [candidates[str(token)]["logprob"] for token, candidates in zip(t.tokens[1:], others, strict=True)]
-    return np.array([0.0, *replies.log_probs(rest)], np.float32)
+    _, *further = replies.single_entry(reply["choices"], "choices")["prompt_logprobs"]
+    if len(further) + 1 != len(t.tokens):
+        raise ValueError(f"{len(further) + 1} of {len(t.tokens)} tokens have log-probs")
+    logprobs = [candidates[str(token)]["logprob"] for token, candidates in zip(t.tokens[1:], further, strict=True)]
+    return np.array([0.0, *replies.log_probs(logprobs)], np.float32)

@@ -78,7 +78,7 @@ class Communicator:
                 function.argtypes, function.restype = arguments, ctypes.c_int
         self._lib.ncclGetErrorString.restype = ctypes.c_char_p
         self._device, self._comm = device, _P()
-        self._left, self._lock = False, threading.Lock()
+        self._gave_up, self._lock = False, threading.Lock()
 
     def unique_id(self) -> bytes:
         """Returns the id of a new communicator, for all its ranks."""
@@ -92,7 +92,7 @@ class Communicator:
         comm = _P()
         self._call("ncclCommInitRank", ctypes.byref(comm), ranks, UniqueId.from_buffer_copy(unique_id), ROOT)
         with self._lock:
-            self._comm, left = comm, self._left
+            self._comm, left = comm, self._gave_up
         if left:
             self.abort()
             raise RolloutError("rollout.publish_via='nccl': the servers joined after the trainer had given up")
@@ -111,11 +111,12 @@ class Communicator:
     def abort(self) -> None:
         """Leaves the communicator, which ends calls that wait for others; may be called twice."""
         with self._lock:
-            comm, self._comm, self._left = self._comm, _P(), True
+            comm, self._comm, self._gave_up = self._comm, _P(), True
         if comm:
             self._lib.ncclCommAbort(comm)
 
     def _call(self, name: str, *arguments: Any) -> None:
+        """Calls a function of NCCL on this communicator's GPU; RolloutError if it fails."""
         self._cuda.cudaSetDevice(self._device)  # it is the thread's
         if error := getattr(self._lib, name)(*arguments):
             message = (self._lib.ncclGetErrorString(error) or b"").decode()
@@ -123,15 +124,15 @@ class Communicator:
 
 
 @contextlib.contextmanager
-def alongside(work: Callable[[], None], *, timeout_s: float, give_up: Callable[[], None]) -> Any:
+def run_alongside(work: Callable[[], None], *, timeout_s: float, give_up: Callable[[], None]) -> Any:
     """Runs `work` in a thread during the block; if either fails or `work` is late, gives up and raises."""
-    failed: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
             work()
         except BaseException as e:
-            failed.append(e)
+            errors.append(e)
 
     thread = threading.Thread(target=run, name="nccl", daemon=True)
     thread.start()
@@ -143,11 +144,11 @@ def alongside(work: Callable[[], None], *, timeout_s: float, give_up: Callable[[
         raise
     thread.join(timeout_s)
     if thread.is_alive():
-        failed.append(RolloutError(f"rollout.publish_via='nccl': servers did not take part within {timeout_s:g} s"))
-    if failed:
+        errors.append(RolloutError(f"rollout.publish_via='nccl': servers did not take part within {timeout_s:g} s"))
+    if errors:
         give_up()
         thread.join(timeout_s)
-        raise failed[0]
+        raise errors[0]
 
 
 WAIT_S = 10.0  # after the servers have answered, until the trainer's calls must have ended too
@@ -159,47 +160,47 @@ class Nccl:
     Servers that were started or left out since the last publish need a new communicator, by `make`.
     """
 
-    alone = True
+    exclusive = True
 
     def __init__(self, make: Callable[[], Communicator], device: jax.Device):
-        self._make, self._communicator, self._device = make, make(), device
-        self._joined: dict[str, int] = {}  # the servers, and their numbers of workers
-        self._id = ""
+        self._make_communicator, self._communicator, self._device = make, make(), device
+        self._joined_workers: dict[str, int] = {}  # the servers, and their numbers of workers
+        self._unique_id = ""
 
     def joins(self) -> Iterator[Step]:
-        """Yields: ask who is there and, if these are others than before, join them."""
+        """Yields the steps in which servers join: count their workers and, if these have changed, join them."""
         present: dict[str, tuple[int, set[str]]] = {}
 
-        def ask(endpoint: Endpoint) -> None:
+        def count_workers(endpoint: Endpoint) -> None:
             workers = call_workers(endpoint, "jppo_transfer")
             present[endpoint.url] = (len(workers), {str(worker.get("group")) for worker in workers})
 
-        yield ask
+        yield count_workers
         workers = {url: count for url, (count, _) in sorted(present.items())}
-        if workers == self._joined and all(groups == {self._id} for _, groups in present.values()):
+        if workers == self._joined_workers and all(groups == {self._unique_id} for _, groups in present.values()):
             return
         self.close()
-        self._communicator = communicator = self._make()
+        self._communicator = communicator = self._make_communicator()
         raw_id, ranks = communicator.unique_id(), 1 + sum(workers.values())
         unique_id = base64.b64encode(raw_id).decode()
-        first = {url: 1 + sum(list(workers.values())[:i]) for i, url in enumerate(workers)}
+        offsets = {url: 1 + sum(list(workers.values())[:i]) for i, url in enumerate(workers)}
         buffer = jax.block_until_ready(jax.device_put(jnp.zeros(1, jnp.float32), self._device))
 
-        def join(endpoint: Endpoint) -> None:
-            about = {"nccl_unique_id_b64": unique_id, "rank_offset": first[endpoint.url], "world_size": ranks}
-            endpoint.post("/init_weight_transfer_engine", {"init_info": about})
+        def join_as_server(endpoint: Endpoint) -> None:
+            info = {"nccl_unique_id_b64": unique_id, "rank_offset": offsets[endpoint.url], "world_size": ranks}
+            endpoint.post("/init_weight_transfer_engine", {"init_info": info})
 
-        def enter() -> None:
+        def join_as_trainer() -> None:
             communicator.join(raw_id, ranks, buffer.unsafe_buffer_pointer())
 
-        with alongside(enter, timeout_s=WAIT_S, give_up=self.close):
-            yield join
-        self._joined, self._id = workers, unique_id
+        with run_alongside(join_as_trainer, timeout_s=WAIT_S, give_up=self.close):
+            yield join_as_server
+        self._joined_workers, self._unique_id = workers, unique_id
 
     @contextlib.contextmanager
     def offer(self, bucket: buckets.Tensors) -> Iterator[tuple[list[TensorEntry], Mapping[str, Any]]]:
         """Gathers the tensors on the device and broadcasts them during the block."""
-        (entries, arrays), communicator = on_trainer(bucket, self._device), self._communicator
+        (entries, arrays), communicator = gather_on_device(bucket, self._device), self._communicator
 
         def send() -> None:
             for array in arrays:
@@ -207,12 +208,12 @@ class Nccl:
                     communicator.broadcast(array.unsafe_buffer_pointer(), array.nbytes)
             communicator.wait()
 
-        with alongside(send, timeout_s=WAIT_S, give_up=self.close):
+        with run_alongside(send, timeout_s=WAIT_S, give_up=self.close):
             yield entries, {}
 
     def close(self) -> None:
         """Leaves the communicator; may be called twice."""
-        self._joined, self._id = {}, ""
+        self._joined_workers, self._unique_id = {}, ""
         self._communicator.abort()
 
 
@@ -223,7 +224,7 @@ class Ipc:
     open the buffer of their GPU, copy it and close it before the next bucket.
     """
 
-    alone = True
+    exclusive = True
 
     def __init__(self, gpus: Sequence[tuple[jax.Device, transports.CudaDevice]]):
         self._gpus = gpus
@@ -239,8 +240,8 @@ class Ipc:
         entries: list[TensorEntry] = []
         try:
             for device, gpu in self._gpus:
-                entries, arrays = on_trainer(bucket, device)
-                address = self._room(gpu, layout.size_of(entries))
+                entries, arrays = gather_on_device(bucket, device)
+                address = self._ensure_buffer(gpu, layout.size_of(entries))
                 for entry, array in zip(entries, arrays, strict=True):
                     if entry.nbytes:
                         gpu.copy(address + entry.offset, array.unsafe_buffer_pointer(), entry.nbytes)
@@ -252,11 +253,11 @@ class Ipc:
     def close(self) -> None:
         """Frees the buffers; may be called twice."""
         for _, gpu in self._gpus:
-            if (had := self._buffers.pop(gpu.uuid, None)) is not None:
+            if (buffer := self._buffers.pop(gpu.uuid, None)) is not None:
                 with contextlib.suppress(transports.CudaError):  # the process frees it
-                    gpu.free(had[1])
+                    gpu.free(buffer[1])
 
-    def _room(self, gpu: transports.CudaDevice, nbytes: int) -> int:
+    def _ensure_buffer(self, gpu: transports.CudaDevice, nbytes: int) -> int:
         """Returns the address of a buffer for so many bytes; no server has it open."""
         nbytes = max(nbytes, buckets.BUCKET)
         size, address, _ = self._buffers.get(gpu.uuid, (0, 0, ""))
@@ -269,7 +270,7 @@ class Ipc:
         return address
 
 
-def on_first_gpu() -> Nccl:
+def make_nccl_carrier() -> Nccl:
     """Makes the carrier of this process's first device; UserError if it is no GPU."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
@@ -277,7 +278,7 @@ def on_first_gpu() -> Nccl:
     return Nccl(functools.partial(Communicator, device.local_hardware_id), device)
 
 
-def on_gpus() -> Ipc:
+def make_ipc_carrier() -> Ipc:
     """Makes the carrier of this process' GPUs; UserError if it has none or no driver."""
     try:
         devices = jax.local_devices()
@@ -288,18 +289,18 @@ def on_gpus() -> Ipc:
         raise UserError(f"rollout.publish_via='ipc' shares memory of GPUs: {e}; set it to file or tcp") from e
 
 
-def on_trainer(bucket: buckets.Tensors, device: jax.Device) -> tuple[list[TensorEntry], list[jax.Array]]:
+def gather_on_device(bucket: buckets.Tensors, device: jax.Device) -> tuple[list[TensorEntry], list[jax.Array]]:
     """Returns the entries of a bucket, and its tensors on one device."""
     arrays: list[jax.Array] = jax.block_until_ready([jax.device_put(tensor, device) for _, tensor in bucket])
     sums = [int(_checksum(array)) if array.nbytes else 0 for array in arrays]
-    known = zip(bucket, arrays, sums, strict=True)
-    return layout.in_order((name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in known), arrays
+    tensors = zip(bucket, arrays, sums, strict=True)
+    return layout.lay_out((name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in tensors), arrays
 
 
 @jax.jit
 def _checksum(array: jax.Array) -> jax.Array:
     """Returns the sum of the array's words, each times an odd number of its place, modulo 2^32; `crc32` by NCCL."""
-    kind = {2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
-    words = jax.lax.bitcast_convert_type(array, kind).reshape(-1).astype(jnp.uint32)
-    place = jax.lax.iota(np.uint32, words.size) * np.uint32(2) + np.uint32(1)
-    return jnp.sum(words * place, dtype=jnp.uint32)
+    word_dtype = {2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
+    words = jax.lax.bitcast_convert_type(array, word_dtype).reshape(-1).astype(jnp.uint32)
+    weights = jax.lax.iota(np.uint32, words.size) * np.uint32(2) + np.uint32(1)
+    return jnp.sum(words * weights, dtype=jnp.uint32)

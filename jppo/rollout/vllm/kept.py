@@ -55,14 +55,14 @@ class RoutingWorker(CPUWorker):
         table = batch.block_table[0]
         rows = self._capturer.snapshot_routing_data(scheduler_output.total_num_scheduled_tokens).numpy()
         for i, name in enumerate(batch.req_ids):
-            before, count = int(batch.num_computed_tokens_cpu[i]), scheduler_output.num_scheduled_tokens[name]
-            first = self._returned.get(name, 0)
-            begin = min(first, before)  # a request that was preempted is read anew
-            position = np.arange(begin, before + count)
-            slot = table.get_numpy_array()[i, position // table.block_size] * table.block_size
-            slot += position % table.block_size
-            self._by_slot[slot[before - begin :]] = rows[start : start + count]
-            self._outputs[name] = AuxRequestOutput(first, self._by_slot[slot[first - begin :]])
+            num_computed, count = int(batch.num_computed_tokens_cpu[i]), scheduler_output.num_scheduled_tokens[name]
+            num_returned = self._returned.get(name, 0)
+            begin = min(num_returned, num_computed)  # a request that was preempted is read anew
+            position = np.arange(begin, num_computed + count)
+            slots = table.get_numpy_array()[i, position // table.block_size] * table.block_size
+            slots += position % table.block_size
+            self._by_slot[slots[num_computed - begin :]] = rows[start : start + count]
+            self._outputs[name] = AuxRequestOutput(num_returned, self._by_slot[slots[num_returned - begin :]])
             start += count
         return out
 
@@ -97,10 +97,10 @@ class KeptWorker(CPUWorker):
         """Loads the model and attaches to the sampler."""
         super().load_model(*args, **kwargs)
         sampler: Any = self.model_runner.sampler
-        plain, self._logprobs = sampler.sample, None
+        original_sample, self._logprobs = sampler.sample, None
 
         def sample(*args: Any, **kwargs: Any) -> Any:
-            sampled, self._logprobs = plain(*args, **kwargs)
+            sampled, self._logprobs = original_sample(*args, **kwargs)
             return sampled, self._logprobs
 
         sampler.sample = sample
@@ -109,12 +109,12 @@ class KeptWorker(CPUWorker):
         """Adds the kept tokens to the sampled ones."""
         out = super().sample_tokens(grammar_output)
         logprobs, self._logprobs = self._logprobs, None
-        most = [_most(self.model_runner.requests[name]) for name in out.req_ids]
+        most = [_most_kept(self.model_runner.requests[name]) for name in out.req_ids]
         if logprobs is not None and any(most):
-            left = logprobs.numpy() > -np.inf
-            rows = [_ids(row, count) if count else _NONE for row, count in zip(left, most, strict=True)]
+            is_kept = logprobs.numpy() > -np.inf
+            rows = [_kept_ids(row, count) if count else _NO_IDS for row, count in zip(is_kept, most, strict=True)]
             offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-            out.sampling_masks = SamplingMaskLists(np.concatenate([_NONE, *rows]), offsets)
+            out.sampling_masks = SamplingMaskLists(np.concatenate([_NO_IDS, *rows]), offsets)
         return out
 
 
@@ -136,29 +136,29 @@ class SpeculationWorker(CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model and replaces vLLM's expansion of sampling parameters."""
         module: Any = rejection_sampler
-        plain = module.apply_top_k_top_p  # raises where no request has a draft
-        module.apply_top_k_top_p = lambda logits, k, p: plain(logits, k, p) if len(logits) else logits
-        module.expand_batch_to_tokens = _expanded
+        original = module.apply_top_k_top_p  # raises where no request has a draft
+        module.apply_top_k_top_p = lambda logits, k, p: original(logits, k, p) if len(logits) else logits
+        module.expand_batch_to_tokens = _expand_to_tokens
         super().load_model(*args, **kwargs)
 
 
-def _expanded(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+def _expand_to_tokens(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
     """Repeats each request's value for its tokens."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
-_NONE = np.empty(0, np.int32)
+_NO_IDS = np.empty(0, np.int32)
 
 
-def _most(request: Any) -> int:
+def _most_kept(request: Any) -> int:
     """Returns how many kept tokens a request takes."""
     return int((request.sampling_params.extra_args or {}).get("kept", 0))
 
 
-def _ids(left: np.ndarray, most: int) -> np.ndarray:
-    """Returns the kept tokens of a sample as an answer has them."""
-    ids = np.flatnonzero(left).astype(np.int32)
-    if len(ids) == len(left):
-        return _NONE
-    return ids[: most + 1]
+def _kept_ids(is_kept: np.ndarray, most_kept: int) -> np.ndarray:
+    """Returns the ids of a sample's kept tokens; none for the whole vocabulary, at most one more than `most_kept`."""
+    ids = np.flatnonzero(is_kept).astype(np.int32)
+    if len(ids) == len(is_kept):
+        return _NO_IDS
+    return ids[: most_kept + 1]

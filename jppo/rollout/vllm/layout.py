@@ -63,8 +63,8 @@ def map_checked(path: str, entries: Sequence[TensorEntry], expected: Mapping[str
         if (end := entry.offset + entry.nbytes) > len(data):
             raise WeightsRefused(f"the file is truncated: {entry.name} ends at byte {end}, the file at {len(data)}")
     with memoryview(data) as view, ThreadPoolExecutor(THREADS) as pool:
-        sums = pool.map(lambda e: zlib.crc32(view[e.offset : e.offset + e.nbytes]), entries)
-        for entry, crc32 in zip(entries, sums, strict=True):
+        checksums = pool.map(lambda e: zlib.crc32(view[e.offset : e.offset + e.nbytes]), entries)
+        for entry, crc32 in zip(entries, checksums, strict=True):
             check_sum(entry, crc32)
     return data
 
@@ -89,7 +89,7 @@ class Staging:
         self._expected = expected
 
     def add(self, version: int, entries: Sequence[TensorEntry], fetch: Callable[[], Any]) -> None:
-        """Fetches a bucket, in any case: another process may be sending it to several servers."""
+        """Fetches and stages a bucket; fetches it in any case: another process may be sending it to several servers."""
         try:
             self._require_open(version)
             before = [entry for bucket, _ in self.buckets for entry in bucket]
@@ -103,19 +103,19 @@ class Staging:
         except WeightsRefused as e:
             self._refuse(e)
 
-    def finish(self, version: int, sent: str) -> None:
+    def finish(self, version: int, sent_digest: str) -> None:
         """Completes the publish if it has every tensor of the model, and their digest is the one that was sent."""
         try:
             self._require_open(version)
             entries = [entry for bucket, _ in self.buckets for entry in bucket]
             check_names(entries, self._expected)
-            if self.error is None and (received := digest(entries)) != sent:
-                raise WeightsRefused(f"the tensors have the digest {received}, but {sent} was sent")
+            if self.error is None and (received_digest := digest(entries)) != sent_digest:
+                raise WeightsRefused(f"the tensors have the digest {received_digest}, but {sent_digest} was sent")
             self.complete = self.error is None
         except WeightsRefused as e:
             self._refuse(e)
 
-    def take(self) -> list[Bucket]:
+    def take_buckets(self) -> list[Bucket]:
         """Returns the buckets of a complete publish, once; none of another."""
         if not self.complete:
             self._refuse("it is not complete")
@@ -124,12 +124,13 @@ class Staging:
         return buckets
 
     def _require_open(self, version: int) -> None:
+        """Raises WeightsRefused for a bucket of another version, or after the publish is complete."""
         self.version = version if self.version is None else self.version
         if version != self.version or self.complete:
             raise WeightsRefused(f"a bucket of version {version} came into the publish of version {self.version}")
 
-    def _refuse(self, why: Exception | str) -> None:
-        self.error = self.error or str(why)
+    def _refuse(self, reason: Exception | str) -> None:
+        self.error = self.error or str(reason)
         self.buckets, self.complete = [], False
 
 
@@ -148,7 +149,7 @@ def unpack_entries(packed: Sequence[Sequence[Any]]) -> list[TensorEntry]:
     return [TensorEntry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in packed]
 
 
-def in_order(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> list[TensorEntry]:
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> list[TensorEntry]:
     """Returns the entries of consecutive tensors, given name, dtype, shape, bytes and checksum of each."""
     entries, offset = [], 0
     for name, dtype, shape, nbytes, crc32 in tensors:
@@ -168,11 +169,11 @@ def check_names(entries: Sequence[TensorEntry], expected: Mapping[str, tuple[int
     names = [entry.name for entry in entries]
     have = set(names)
     if missing := [name for name in expected if whole and name not in have]:
-        raise WeightsRefused(f"{_some(missing)} missing: every publish must have every tensor of the model")
+        raise WeightsRefused(f"{_name_some(missing)} missing: every publish must have every tensor of the model")
     if unknown := [name for name in names if name not in expected]:
-        raise WeightsRefused(f"{_some(unknown)} not in the served model")
+        raise WeightsRefused(f"{_name_some(unknown)} not in the served model")
     if len(names) != len(set(names)):
-        raise WeightsRefused(f"{_some([n for n in set(names) if names.count(n) > 1])} given twice")
+        raise WeightsRefused(f"{_name_some([n for n in set(names) if names.count(n) > 1])} given twice")
     for entry in entries:
         if entry.shape != tuple(expected[entry.name]):
             served = list(expected[entry.name])
@@ -181,7 +182,7 @@ def check_names(entries: Sequence[TensorEntry], expected: Mapping[str, tuple[int
             raise WeightsRefused(f"{entry.name} has dtype {entry.dtype}, must be one of {', '.join(DTYPES)}")
 
 
-def _some(names: Sequence[str]) -> str:
+def _name_some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
@@ -194,11 +195,11 @@ _WORDS: Mapping[str, Any] = {"float32": np.uint32, "bfloat16": np.uint16, "float
 
 def changed_positions(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Returns the positions of the elements of a block that differ, in order."""
-    step = 8 // old.itemsize  # compared by 8 bytes, which takes half the time
-    even = len(old) // step * step
-    words = np.flatnonzero(old[:even].view(np.uint64) != new[:even].view(np.uint64))
-    near = np.concatenate([(words[:, None] * step + np.arange(step)).reshape(-1), np.arange(even, len(old))])
-    positions: np.ndarray = near[old[near] != new[near]]
+    width = 8 // old.itemsize  # compared by 8 bytes, which takes half the time
+    limit = len(old) // width * width
+    words = np.flatnonzero(old[:limit].view(np.uint64) != new[:limit].view(np.uint64))
+    candidates = np.concatenate([(words[:, None] * width + np.arange(width)).reshape(-1), np.arange(limit, len(old))])
+    positions: np.ndarray = candidates[old[candidates] != new[candidates]]
     return positions
 
 
@@ -206,39 +207,39 @@ def encode_block(new: np.ndarray, positions: np.ndarray) -> bytes:
     """Encodes one block of integers of which those at `positions`, in order, have changed."""
     gaps = np.diff(positions, prepend=-1) - 1
 
-    def cost(width: int) -> int:
+    def encoded_bytes(width: int) -> int:
         return (len(gaps) + int((gaps >> 8 * width).sum())) * (new.itemsize + width)
 
-    width = min(_GAPS, key=cost)
-    if cost(width) >= new.nbytes:
+    width = min(_GAPS, key=encoded_bytes)
+    if encoded_bytes(width) >= new.nbytes:
         return _HEADER.pack(0, len(new)) + new.tobytes()
-    fillers = gaps >> 8 * width
-    codes = np.full(len(gaps) + int(fillers.sum()), (1 << 8 * width) - 1, _GAPS[width])
-    codes[np.cumsum(fillers + 1) - 1] = gaps & (1 << 8 * width) - 1
-    values: bytes = new[_positions(codes)].tobytes()
-    return _HEADER.pack(width, len(codes)) + values + codes.tobytes()
+    filler_counts = gaps >> 8 * width
+    gap_codes = np.full(len(gaps) + int(filler_counts.sum()), (1 << 8 * width) - 1, _GAPS[width])
+    gap_codes[np.cumsum(filler_counts + 1) - 1] = gaps & (1 << 8 * width) - 1
+    values: bytes = new[_positions(gap_codes)].tobytes()
+    return _HEADER.pack(width, len(gap_codes)) + values + gap_codes.tobytes()
 
 
 def decode_block(old: np.ndarray, changes: memoryview) -> tuple[np.ndarray, int]:
     """Returns the new block and the bytes of `changes` that encode it; WeightsRefused if they are malformed."""
     try:
         width, count = _HEADER.unpack_from(changes)
-        at = _HEADER.size
-        values = np.frombuffer(changes, old.dtype, count, at) if count else old[:0]
-        at += values.nbytes
+        offset = _HEADER.size
+        values = np.frombuffer(changes, old.dtype, count, offset) if count else old[:0]
+        offset += values.nbytes
         if width == 0 and count == len(old):
-            return values, at
-        codes = np.frombuffer(changes, _GAPS[width], count, at) if count else np.zeros(0, _GAPS[width])
+            return values, offset
+        gaps = np.frombuffer(changes, _GAPS[width], count, offset) if count else np.zeros(0, _GAPS[width])
         new = old.copy()
-        new[_positions(codes)] = values
+        new[_positions(gaps)] = values
     except (struct.error, ValueError, KeyError, IndexError) as e:
         raise WeightsRefused(f"the changes of a block of {len(old)} elements cannot be decoded: {e}") from e
-    return new, at + codes.nbytes
+    return new, offset + gaps.nbytes
 
 
-def _decoded(old: np.ndarray, changes: memoryview) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _decode_blocks(old: np.ndarray, changes: memoryview) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields each old block of a tensor, and its new contents."""
-    for block in _blocks(old):
+    for block in _split(old):
         new, used = decode_block(block, changes)
         changes = changes[used:]
         yield block, new
@@ -246,7 +247,7 @@ def _decoded(old: np.ndarray, changes: memoryview) -> Iterator[tuple[np.ndarray,
         raise WeightsRefused(f"{len(changes)} bytes follow the changes of the last block")
 
 
-def _blocks(words: np.ndarray) -> list[np.ndarray]:
+def _split(words: np.ndarray) -> list[np.ndarray]:
     """Returns the blocks of a tensor's integers, as views."""
     step = BLOCK // words.itemsize
     return [words[start : start + step] for start in range(0, len(words), step)]
@@ -257,23 +258,23 @@ class Copy:
 
     def __init__(self) -> None:
         self.digest = ""  # of a complete publish
-        self._words: dict[str, np.ndarray] = {}
+        self._stored_words: dict[str, np.ndarray] = {}
 
     def replace(self, entries: Sequence[TensorEntry], tensors: Sequence[np.ndarray]) -> None:
-        """Stores a bucket."""
+        """Stores the tensors of a bucket."""
         with ThreadPoolExecutor(THREADS) as pool:
-            for _ in pool.map(lambda pair: np.copyto(*pair), self._pairs(entries, tensors)):
+            for _ in pool.map(lambda pair: np.copyto(*pair), self._word_pairs(entries, tensors)):
                 pass
 
     def changes(self, entries: Sequence[TensorEntry], tensors: Sequence[np.ndarray]) -> list[tuple[str, np.ndarray]]:
-        """Stores a bucket and returns each tensor's changes as bytes."""
-        pairs = [list(zip(_blocks(old), _blocks(new), strict=True)) for old, new in self._pairs(entries, tensors)]
+        """Stores the tensors of a bucket and returns the changes of each as bytes."""
+        pairs = [list(zip(_split(old), _split(new), strict=True)) for old, new in self._word_pairs(entries, tensors)]
         with ThreadPoolExecutor(THREADS) as pool:
             encoded = pool.map(_encode_and_store, itertools.chain(*pairs))
-            payloads = [b"".join(itertools.islice(encoded, len(of_tensor))) for of_tensor in pairs]
+            payloads = [b"".join(itertools.islice(encoded, len(blocks))) for blocks in pairs]
         return [(e.name, np.frombuffer(payload, np.uint8)) for e, payload in zip(entries, payloads, strict=True)]
 
-    def _pairs(
+    def _word_pairs(
         self, entries: Sequence[TensorEntry], tensors: Sequence[np.ndarray]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the integers of stored and new tensors; all of them differ where another tensor was stored."""
@@ -281,9 +282,9 @@ class Copy:
         pairs = []
         for entry, tensor in zip(entries, tensors, strict=True):
             new = np.asarray(tensor, order="C").reshape(-1).view(_WORDS[entry.dtype])
-            old = self._words.get(entry.name)
+            old = self._stored_words.get(entry.name)
             if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
-                old = self._words[entry.name] = ~new
+                old = self._stored_words[entry.name] = ~new
             pairs.append((old, new))
         return pairs
 
@@ -303,10 +304,10 @@ class LoadedWeights:
         self._buckets: list[Bucket] = []
 
     def hold(self, loaded: Sequence[Bucket]) -> None:
-        """Keeps buckets in host memory that were loaded; forgets others."""
-        whole = bool(loaded) and all(isinstance(data, mmap.mmap) for _, data in loaded)
-        self._buckets = list(loaded) if whole else []
-        self.digest = digest([entry for entries, _ in loaded for entry in entries]) if whole else ""
+        """Keeps loaded buckets that are in host memory, for later changes of them; forgets others."""
+        on_host = bool(loaded) and all(isinstance(data, mmap.mmap) for _, data in loaded)
+        self._buckets = list(loaded) if on_host else []
+        self.digest = digest([entry for entries, _ in loaded for entry in entries]) if on_host else ""
 
     def release(self) -> list[mmap.mmap]:
         """Forgets the weights and returns their memory."""
@@ -320,13 +321,15 @@ class LoadedWeights:
         if base != self.digest:
             raise WeightsRefused(f"the changes are of weights with the digest {base}, here are {self.digest or 'none'}")
         by_name = {entry.name: data[entry.offset : entry.offset + entry.nbytes] for entry in changes}
-        held = self._held()
-        if odd := [e.name for e in entries if e.name not in by_name or held.get(e.name, ("",))[0] != _kind(e)]:
-            raise WeightsRefused(f"{odd[0]} has no changes, or another dtype or shape than before")
+        tensors = self._tensors()
+        if mismatched := [
+            e.name for e in entries if e.name not in by_name or tensors.get(e.name, ("",))[0] != _dtype_and_shape(e)
+        ]:
+            raise WeightsRefused(f"{mismatched[0]} has no changes, or another dtype or shape than before")
 
         def check_one(entry: TensorEntry) -> None:
             crc32 = 0
-            for _, new in _decoded(held[entry.name][1], by_name[entry.name]):
+            for _, new in _decode_blocks(tensors[entry.name][1], by_name[entry.name]):
                 crc32 = zlib.crc32(new.data, crc32)
             check_sum(entry, crc32)
 
@@ -340,10 +343,10 @@ class LoadedWeights:
         if not any(isinstance(data, Changes) for _, data in staged):
             return list(staged)
         self.digest = ""
-        held = self._held()
+        tensors = self._tensors()
         for _, data in staged:
             for name, changes in data.by_name.items():
-                for block, new in _decoded(held[name][1], changes):
+                for block, new in _decode_blocks(tensors[name][1], changes):
                     block[:] = new
         new_entries = {entry.name: entry for entries, _ in staged for entry in entries}
         return [
@@ -351,21 +354,23 @@ class LoadedWeights:
             for entries, data in self._buckets
         ]
 
-    def _held(self) -> dict[str, tuple[Any, np.ndarray]]:
+    def _tensors(self) -> dict[str, tuple[Any, np.ndarray]]:
         """Returns kind and integers of each tensor; transient, since a view keeps memory in use."""
         tensors: dict[str, tuple[Any, np.ndarray]] = {}
         for entries, data in self._buckets:
             for e in entries:
                 word = np.dtype(_WORDS[e.dtype])
-                tensors[e.name] = _kind(e), np.frombuffer(data, word, e.nbytes // word.itemsize, e.offset)
+                tensors[e.name] = _dtype_and_shape(e), np.frombuffer(data, word, e.nbytes // word.itemsize, e.offset)
         return tensors
 
 
-def _positions(codes: np.ndarray) -> np.ndarray:
-    return np.cumsum(codes.astype(np.int64) + 1) - 1
+def _positions(gaps: np.ndarray) -> np.ndarray:
+    """Returns the positions of the elements that follow these gaps."""
+    return np.cumsum(gaps.astype(np.int64) + 1) - 1
 
 
 def _encode_and_store(pair: tuple[np.ndarray, np.ndarray]) -> bytes:
+    """Returns the changes from the old to the new block, and writes them to the old one."""
     old, new = pair
     positions = changed_positions(old, new)
     encoded = encode_block(new, positions)
@@ -373,5 +378,5 @@ def _encode_and_store(pair: tuple[np.ndarray, np.ndarray]) -> bytes:
     return encoded
 
 
-def _kind(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
+def _dtype_and_shape(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
     return entry.dtype, tuple(entry.shape)

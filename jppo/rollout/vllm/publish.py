@@ -2,9 +2,9 @@
 
     write the file -> every server checks it (offer) -> pause -> load and label it (take) -> resume
 
-`servers/delivery.py` runs these steps; pause and resume are vLLM's routes of these names. `accept` calls a method of
-`worker.py` in every worker of a server, by vLLM's `/collective_rpc`; a file that any worker refuses changes nothing on
-any server. `buckets.py` publishes without a file.
+`servers/delivery.py` runs these steps; pause and resume are vLLM's routes of these names. `require_ok` calls a
+method of `worker.py` in every worker of a server, by vLLM's `/collective_rpc`; a file that any worker refuses changes
+nothing on any server. `buckets.py` publishes without a file.
 """
 
 import dataclasses
@@ -45,15 +45,15 @@ class Whole:
     version: int
     model: None = None
     whole: bool = True
-    alone: bool = False
+    exclusive: bool = False
 
     def offers(self) -> Offers:
         """Yields one step: the server compares the file with its model; its weights stay."""
-        yield lambda endpoint: accept(endpoint, self.version, "jppo_check", version=self.version, **self.where)
+        yield lambda endpoint: require_ok(endpoint, self.version, "jppo_check", version=self.version, **self.where)
 
     def take(self, endpoint: Endpoint) -> None:
         """Loads the file on the server."""
-        accept(endpoint, self.version, "jppo_load", version=self.version, path=self.where["path"])
+        require_ok(endpoint, self.version, "jppo_load", version=self.version, path=self.where["path"])
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
 
 
@@ -68,7 +68,7 @@ class Adapter:
     version: int
     before: str | None  # the adapters that these replace
     whole: bool = False
-    alone: bool = False
+    exclusive: bool = False
 
     @property
     def model(self) -> str:
@@ -87,7 +87,7 @@ class Adapter:
 
     def _load(self, endpoint: Endpoint) -> None:
         _unload(endpoint, self.model)  # an attached server that broke off has them, and vLLM refuses them then
-        endpoint.tell("/v1/load_lora_adapter", {"lora_name": self.model, "lora_path": str(self.path)})
+        endpoint.post_for_text("/v1/load_lora_adapter", {"lora_name": self.model, "lora_path": str(self.path)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,13 +122,13 @@ class Buffers:
     """
 
     def __init__(self, publish_dir: str, *, named: bool = False, spare: Sequence[str] = ()):
-        self._in_folder = bool(publish_dir) or not hasattr(os, "memfd_create")
+        self._named_files = bool(publish_dir) or not hasattr(os, "memfd_create")
         self._spare = [] if not hasattr(os, "memfd_create") else list(spare)
         self._files: list[_File] = []  # the last written one is first
         self.folder: str | None = None
         if named and not publish_dir and os.path.isdir(SHARED_MEMORY):
             publish_dir = SHARED_MEMORY
-        if named or self._in_folder:
+        if named or self._named_files:
             self.folder = make_folder(publish_dir)
 
     def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> Parcel:
@@ -136,56 +136,56 @@ class Buffers:
         file = self._files.pop() if len(self._files) == 2 else self._open()
         self._files.insert(0, file)
         try:
-            entries = write_tensors(file.fd, tensors, elsewhere=self._elsewhere)
+            entries = write_tensors(file.fd, tensors, move_elsewhere=self._move_elsewhere)
         except OSError as e:
             raise UserError(
                 f"the weights cannot be written to {file.place}: {e}; set rollout.publish_dir to a folder with"
                 " room for two copies"
             ) from e
-        now = self._files[0]
-        if now is not file:
-            message = f"no room for the weights in {file.place}: {now.place} is used from now on"
+        current = self._files[0]
+        if current is not file:
+            message = f"no room for the weights in {file.place}: {current.place} is used from now on"
             print(message, file=sys.stderr, flush=True)
-        return Parcel(entries, now.path)
+        return Parcel(entries, current.path)
 
     def renew(self) -> None:
-        """Replaces the last written file, if there is one, which a server may still read."""
+        """Frees the last written file, which a server may still read; the next write makes a new one."""
         if self._files:
-            self._put_away(self._files.pop(0))
+            self._free(self._files.pop(0))
 
     def close(self) -> None:
         """Frees all files; may be called twice."""
         while self._files:
-            self._put_away(self._files.pop())
+            self._free(self._files.pop())
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _open(self) -> _File:
-        if self._in_folder:
+        if self._named_files:
             assert self.folder is not None  # created in the constructor
             return _File(*tempfile.mkstemp(dir=self.folder), place=self.folder, named=True)
-        return _nameless(os.memfd_create("jppo-weights"), "shared memory")
+        return _unnamed_file(os.memfd_create("jppo-weights"), "shared memory")
 
-    def _put_away(self, file: _File) -> None:
+    def _free(self, file: _File) -> None:
         os.close(file.fd)
         if file.named:
             pathlib.Path(file.path).unlink(missing_ok=True)
 
-    def _elsewhere(self, done: int, why: OSError) -> int:
-        """Opens a file in the next spare folder, copies the first `done` bytes to it, and replaces the current one."""
+    def _move_elsewhere(self, written_bytes: int, error: OSError) -> int:
+        """Replaces the current file by one in the next spare folder, with a copy of its first `written_bytes`."""
         place = self._files[0].place
-        left = self._spare[self._spare.index(place) + 1 :] if place in self._spare else self._spare
-        for folder in left:
+        folders = self._spare[self._spare.index(place) + 1 :] if place in self._spare else self._spare
+        for folder in folders:
             try:
-                with tempfile.TemporaryFile(dir=folder, prefix="jppo-weights-") as opened:
-                    _copy(self._files[0].fd, opened.fileno(), done)
-                    fresh = _nameless(os.dup(opened.fileno()), folder)
+                with tempfile.TemporaryFile(dir=folder, prefix="jppo-weights-") as temporary:
+                    _copy(self._files[0].fd, temporary.fileno(), written_bytes)
+                    new_file = _unnamed_file(os.dup(temporary.fileno()), folder)
             except OSError:
                 continue
-            self._put_away(self._files[0])
-            self._files[0] = fresh
-            return fresh.fd
-        raise why
+            self._free(self._files[0])
+            self._files[0] = new_file
+            return new_file.fd
+        raise error
 
 
 def write_tensors(
@@ -194,59 +194,60 @@ def write_tensors(
     *,
     start: int = 0,
     align: int = layout.ALIGN,
-    elsewhere: Callable[[int, OSError], int] | None = None,
+    move_elsewhere: Callable[[int, OSError], int] | None = None,
 ) -> list[layout.TensorEntry]:
     """Writes `tensors` consecutively from byte `start` of the file and returns their entries.
 
     Threads write while the next tensors are made; at most `UNDER_WAY` bytes, or the largest tensor, wait. If there is
-    no room, `elsewhere(done, why)` returns another file with the first `done` bytes, and writing continues there.
+    no room, `move_elsewhere(written bytes, error)` returns another file with these bytes, and writing continues there.
     """
     entries: list[layout.TensorEntry] = []
-    waiting: deque[tuple[layout.TensorEntry, memoryview, Future[int]]] = deque()
+    writes: deque[tuple[layout.TensorEntry, memoryview, Future[int]]] = deque()
     offset = start
     with ThreadPoolExecutor(layout.THREADS) as pool:
 
         def begin(entry: layout.TensorEntry, data: memoryview) -> None:
-            waiting.append((entry, data, pool.submit(_put, fd, data, entry.offset)))
+            writes.append((entry, data, pool.submit(_write_at, fd, data, entry.offset)))
 
         def settle() -> None:
+            """Waits for the oldest write; if there is no room, continues in another file."""
             nonlocal fd
-            entry, _, crc32 = waiting[0]
+            entry, _, checksum = writes[0]
             try:
-                entries.append(dataclasses.replace(entry, crc32=crc32.result()))
-                waiting.popleft()
+                entries.append(dataclasses.replace(entry, crc32=checksum.result()))
+                writes.popleft()
             except OSError as e:
-                if elsewhere is None or e.errno not in FULL:
+                if move_elsewhere is None or e.errno not in FULL:
                     raise
-                again = list(waiting)
-                wait([future for _, _, future in again])
-                fd = elsewhere(entry.offset, e)
-                waiting.clear()
-                for entry, data, _ in again:
+                pending = list(writes)
+                wait([future for _, _, future in pending])
+                fd = move_elsewhere(entry.offset, e)
+                writes.clear()
+                for entry, data, _ in pending:
                     begin(entry, data)
 
         for name, tensor in tensors:
             data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
             begin(layout.TensorEntry(name, tensor.dtype.name, tuple(tensor.shape), offset, data.nbytes, 0), data)
             offset += -(-data.nbytes // align) * align
-            while len(waiting) > 1 and sum(entry.nbytes for entry, _, _ in waiting) > UNDER_WAY:
+            while len(writes) > 1 and sum(entry.nbytes for entry, _, _ in writes) > UNDER_WAY:
                 settle()
-        while waiting:
+        while writes:
             settle()
     os.ftruncate(fd, offset)
     return entries
 
 
-def _put(fd: int, data: memoryview, offset: int) -> int:
+def _write_at(fd: int, data: memoryview, offset: int) -> int:
     """Writes `data` and returns its checksum."""
     crc32 = 0
     for start in range(0, len(data), PIECE):
         piece = data[start : start + PIECE]
         crc32 = zlib.crc32(piece, crc32)
-        at = offset + start
+        position = offset + start
         while len(piece):  # a call may write less than requested
-            done = os.pwrite(fd, piece, at)
-            piece, at = piece[done:], at + done
+            count = os.pwrite(fd, piece, position)
+            piece, position = piece[count:], position + count
     return crc32
 
 
@@ -260,7 +261,7 @@ class FilePublisher:
 
     def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Delivery:
         """Writes a whole policy."""
-        self._forget(0)  # they belonged to another model
+        self._remove_adapters(0)  # they belonged to another model
         return Whole(self._buffers.write(tensors).check_args(), version)
 
     def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Adapter:
@@ -273,7 +274,7 @@ class FilePublisher:
             raise UserError(
                 f"the adapters cannot be written to {path}: {e}; set rollout.publish_dir to a folder with room"
             ) from e
-        self._forget(1)
+        self._remove_adapters(1)
         last = self._adapters[-1].name if self._adapters else None
         self._adapters.append(path)
         return Adapter(path, version, last)
@@ -290,13 +291,14 @@ class FilePublisher:
         """Frees the files."""
         self._buffers.close()
 
-    def _forget(self, kept: int) -> None:
-        while len(self._adapters) > kept:
+    def _remove_adapters(self, keep: int) -> None:
+        """Removes all adapters but the last `keep`."""
+        while len(self._adapters) > keep:
             shutil.rmtree(self._adapters.pop(0), ignore_errors=True)
 
 
-def accept(endpoint: Endpoint, version: int, method: str, /, **kwargs: Any) -> None:
-    """Calls a method of the worker extension; RolloutError if a worker refuses these weights."""
+def require_ok(endpoint: Endpoint, version: int, method: str, /, **kwargs: Any) -> None:
+    """Calls a method of the worker extension on a server; RolloutError if one of its workers refuses these weights."""
     for result in call_workers(endpoint, method, **kwargs):
         if not isinstance(result.get("ok"), bool):
             raise ServerFault(f"the server at {endpoint.url} answered {method} with {brief(result)}")
@@ -321,7 +323,7 @@ def _unload(endpoint: Endpoint, adapter: str) -> None:
     with reading(f"the server at {endpoint.url}", models):
         served = [model["id"] for model in models]
     if adapter in served:
-        endpoint.tell("/v1/unload_lora_adapter", {"lora_name": adapter})
+        endpoint.post_for_text("/v1/unload_lora_adapter", {"lora_name": adapter})
 
 
 def make_folder(publish_dir: str) -> str:
@@ -332,7 +334,7 @@ def make_folder(publish_dir: str) -> str:
         raise UserError(f"rollout.publish_dir={publish_dir!r}: {e}; use a writable folder") from e
 
 
-def _nameless(fd: int, place: str) -> _File:
+def _unnamed_file(fd: int, place: str) -> _File:
     return _File(fd, f"/proc/{os.getpid()}/fd/{fd}", place, named=False)
 
 

@@ -59,7 +59,7 @@ class _Offer:
     token: str
     entries: Sequence[TensorEntry]
     tensors: Sequence[memoryview]
-    under_way: set[socket.socket]
+    connections: set[socket.socket]
 
 
 class Sender:
@@ -111,22 +111,23 @@ class Sender:
 
     def _end(self, offer: _Offer) -> None:
         self._offers = [other for other in self._offers if other is not offer]
-        for connection in offer.under_way:
+        for connection in offer.connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _listen(self) -> None:
-        with self._listening, _Unknown() as unknown:
-            unknown.register(self._listening, selectors.EVENT_READ)
+        """Accepts connections and reads their tokens until the sender is closed."""
+        with self._listening, _PendingConnections() as pending:
+            pending.register(self._listening, selectors.EVENT_READ)
             while not self._closed.is_set():
-                for key, _ in unknown.select(AGAIN_S):
+                for key, _ in pending.select(AGAIN_S):
                     if key.fileobj is self._listening:
-                        self._accept(unknown)
+                        self._accept(pending)
                     else:
-                        self._hear(unknown, key)
-                unknown.drop()
+                        self._read_token(pending, key)
+                pending.drop()
 
-    def _accept(self, unknown: "_Unknown") -> None:
+    def _accept(self, pending: "_PendingConnections") -> None:
         for _ in range(BACKLOG):
             try:
                 connection, _ = self._listening.accept()
@@ -137,9 +138,9 @@ class Sender:
                 return
             if self._port:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._hear(unknown, unknown.add(connection))
+            self._read_token(pending, pending.add(connection))
 
-    def _hear(self, unknown: "_Unknown", key: selectors.SelectorKey) -> None:
+    def _read_token(self, pending: "_PendingConnections", key: selectors.SelectorKey) -> None:
         """Reads what has arrived of a token; once it is complete, answers in a thread, or rejects it."""
         connection, token = key.data.connection, key.data.token
         try:
@@ -151,18 +152,18 @@ class Sender:
         token += piece
         if piece and len(token) < TOKEN_BYTES:
             return
-        unknown.unregister(connection)
+        pending.unregister(connection)
         with self._lock:
-            known = [offer for offer in self._offers if hmac.compare_digest(bytes(token), offer.token.encode())]
-            if known:
-                known[0].under_way.add(connection)
-        if known:
-            threading.Thread(target=self._give, args=(connection, known[0]), name="weights", daemon=True).start()
+            offers = [offer for offer in self._offers if hmac.compare_digest(bytes(token), offer.token.encode())]
+            if offers:
+                offers[0].connections.add(connection)
+        if offers:
+            threading.Thread(target=self._send, args=(connection, offers[0]), name="weights", daemon=True).start()
             return
         with connection, contextlib.suppress(OSError):
             connection.send(NO)
 
-    def _give(self, connection: socket.socket, offer: _Offer) -> None:
+    def _send(self, connection: socket.socket, offer: _Offer) -> None:
         # the receiver reports any broken connection
         with connection, contextlib.suppress(OSError, WeightsRefused):
             try:
@@ -173,29 +174,29 @@ class Sender:
                     connection.sendall(tensor)
             finally:
                 with self._lock:
-                    offer.under_way.discard(connection)
+                    offer.connections.discard(connection)
 
 
 @dataclasses.dataclass
-class _Hello:
+class _PendingConnection:
     connection: socket.socket
     token: bytearray
     deadline: float
 
 
-class _Unknown(selectors.DefaultSelector):
+class _PendingConnections(selectors.DefaultSelector):
     """Connections that have not sent a token yet. No one waits for them, and the oldest make room for new ones."""
 
     def add(self, connection: socket.socket) -> selectors.SelectorKey:
         connection.setblocking(False)
-        hello = _Hello(connection, bytearray(), time.monotonic() + HELLO_S)
-        return self.register(connection, selectors.EVENT_READ, hello)
+        pending = _PendingConnection(connection, bytearray(), time.monotonic() + HELLO_S)
+        return self.register(connection, selectors.EVENT_READ, pending)
 
     def drop(self) -> None:
         """Closes those that are late, and the oldest beyond the bound."""
-        held = [key for key in self.get_map().values() if key.data is not None]  # in the order of their registration
-        for i, key in enumerate(held):
-            if i >= len(held) - UNKNOWN and key.data.deadline > time.monotonic():
+        keys = [key for key in self.get_map().values() if key.data is not None]  # in the order of their registration
+        for i, key in enumerate(keys):
+            if i >= len(keys) - UNKNOWN and key.data.deadline > time.monotonic():
                 break
             self.unregister(key.fileobj)
             key.data.connection.close()
@@ -213,36 +214,38 @@ def receive(address: Address, entries: Sequence[TensorEntry], memory: mmap.mmap 
     `memory` is used if there is some and it is large enough: pages of new memory cost more than the download.
     """
     deadline = time.monotonic() + address.timeout_s
-    where = f"{address.host}:{address.port}" if address.port else address.host
+    source = f"{address.host}:{address.port}" if address.port else address.host
     try:
-        connection = _connected(address)
+        connection = _connect(address)
     except OSError as e:
         raise WeightsRefused(
-            f"the trainer does not answer at {where} ({e}); set rollout.publish_host to its address as seen"
+            f"the trainer does not answer at {source} ({e}); set rollout.publish_host to its address as seen"
             " from the server"
         ) from e
     with connection:
-        at = "before the first tensor"
+        progress = "before the first tensor"
         try:
             connection.sendall(address.token.encode())
             answer = bytearray(1)
             _fill(connection, memoryview(answer), deadline)
             if answer != YES:
-                raise WeightsRefused(f"the trainer at {where} rejects the token: it has published again, or ended")
+                raise WeightsRefused(f"the trainer at {source} rejects the token: it has published again, or ended")
             size = layout.size_of(entries)
-            data = memory if memory is not None and len(memory) >= size else _memory(size)
+            data = memory if memory is not None and len(memory) >= size else _allocate(size)
             with memoryview(data) as view:
                 for entry in entries:
-                    at = f"in {entry.name}"
+                    progress = f"in {entry.name}"
                     _receive_one(connection, entry, view[entry.offset : entry.offset + entry.nbytes], deadline)
             return data
         except TimeoutError as e:
-            raise WeightsRefused(f"the weights did not arrive within {address.timeout_s:g} s: {at} from {where}") from e
+            raise WeightsRefused(
+                f"the weights did not arrive within {address.timeout_s:g} s: {progress} from {source}"
+            ) from e
         except OSError as e:
-            raise WeightsRefused(f"the transfer from {where} broke off {at}: {e}") from e
+            raise WeightsRefused(f"the transfer from {source} broke off {progress}: {e}") from e
 
 
-def _connected(address: Address) -> socket.socket:
+def _connect(address: Address) -> socket.socket:
     if address.port:
         return socket.create_connection((address.host, address.port), timeout=address.timeout_s)
     connection, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + address.timeout_s
@@ -259,6 +262,7 @@ def _connected(address: Address) -> socket.socket:
 
 
 def _receive_one(connection: socket.socket, entry: TensorEntry, view: memoryview, deadline: float) -> None:
+    """Receives one tensor into `view`; WeightsRefused if its header or checksum is another one."""
     header = bytearray(HEADER.size)
     _fill(connection, memoryview(header), deadline)
     if HEADER.unpack(header) != (entry.nbytes, entry.crc32):
@@ -270,9 +274,9 @@ def _fill(connection: socket.socket, view: memoryview, deadline: float) -> int:
     """Receives the bytes of `view`; returns their checksum."""
     crc32, filled = 0, 0
     while filled < len(view):
-        if (left := deadline - time.monotonic()) <= 0:
+        if (seconds_left := deadline - time.monotonic()) <= 0:
             raise TimeoutError
-        connection.settimeout(left)
+        connection.settimeout(seconds_left)
         count = connection.recv_into(view[filled : filled + PIECE])
         if not count:
             raise ConnectionResetError("the connection was closed")
@@ -281,7 +285,7 @@ def _fill(connection: socket.socket, view: memoryview, deadline: float) -> int:
     return crc32
 
 
-def _memory(nbytes: int) -> mmap.mmap:
+def _allocate(nbytes: int) -> mmap.mmap:
     data = mmap.mmap(-1, max(nbytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # only an optimization
@@ -353,22 +357,23 @@ class CudaDevice:
     def opened(self, handle: str) -> Iterator[int]:
         """Yields the address of another process' memory in this one."""
         address = _ADDRESS()
-        given = _Handle.from_buffer_copy(bytes.fromhex(handle))
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, LAZY_PEER_ACCESS)
+        ipc_handle = _Handle.from_buffer_copy(bytes.fromhex(handle))
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), ipc_handle, LAZY_PEER_ACCESS)
         try:
             yield address.value
         finally:
             self._call("cuIpcCloseMemHandle", address)
 
-    def copy(self, to: int, source: int, nbytes: int) -> None:
+    def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copies within the GPU; may return before it is done."""
-        self._call("cuMemcpyDtoD_v2", to, source, nbytes)
+        self._call("cuMemcpyDtoD_v2", target, source, nbytes)
 
     def wait(self) -> None:
         """Returns when all copies are done."""
         self._call("cuStreamSynchronize", None)
 
     def _call(self, name: str, *arguments: Any) -> None:
+        """Calls a function of the driver in this GPU's context; CudaError if it fails."""
         self._check("cuCtxSetCurrent", self._context)  # it is the thread's
         self._check(name, *arguments)
 

@@ -60,19 +60,19 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
     def __init__(self, *args: Any):
         super().__init__(*args)
         with worker.config_set(self):
-            self._expected, self._tied = worker.expected(self.model_config.hf_config)
+            self._expected, self._tied = worker.expected_tensors(self.model_config.hf_config)
         self.staging = Staging(self._expected)
         self.group = ""  # the id of the communicator
         self._communicator: Any = None
         self._gpu: transports.CudaDevice | None = None
         self.base = layout.LoadedWeights()
-        self._memory: list[mmap.mmap] = []  # of an earlier publish, for the next one
+        self._spare: list[mmap.mmap] = []  # of an earlier publish, for the next one
 
     def init_transfer_engine(self, init_info: Init) -> None:
         """Joins the trainer and the other workers."""
         self._leave()
-        about = nccl_common.NCCLWeightTransferInitInfo(**dataclasses.asdict(init_info))
-        self._communicator = nccl_common.worker_init_process_group(about, self.parallel_config)
+        nccl_info = nccl_common.NCCLWeightTransferInitInfo(**dataclasses.asdict(init_info))
+        self._communicator = nccl_common.worker_init_process_group(nccl_info, self.parallel_config)
         self.group = init_info.nccl_unique_id_b64
 
     def start_weight_update(self) -> None:
@@ -89,18 +89,18 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
             self.staging.finish(update_info.version, update_info.digest)
             return
         entries = layout.unpack_entries(update_info.entries)
-        self.staging.add(update_info.version, entries, lambda: self._fetch(update_info, entries))
+        self.staging.add(update_info.version, entries, lambda: self._fetch_bucket(update_info, entries))
 
     def finish_weight_update(self) -> None:
         """Loads a complete publish."""
-        if staged := self.staging.take():
+        if staged := self.staging.take_buckets():
             buckets = self.base.apply(staged)
             loaded = list(buckets)
             self.staging.error = worker.load_weights(
-                self.model, self.model_config.hf_config.model_type, buckets, self._tied, self._reload
+                self.model, self.model_config.hf_config.model_type, buckets, self._tied, self._reload_weights
             )
             self.base.hold(loaded if self.staging.error is None else [])
-            self._memory = []
+            self._spare = []
 
     def shutdown(self) -> None:
         """Drops an unfinished publish and leaves the communicator."""
@@ -112,23 +112,24 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         if communicator is not None:  # a thread that waits in a broadcast returns
             communicator.destroy()
 
-    def _fetch(self, update_info: Update, entries: Sequence[layout.TensorEntry]) -> Any:
+    def _fetch_bucket(self, update_info: Update, entries: Sequence[layout.TensorEntry]) -> Any:
+        """Receives the bytes of a bucket, or its changes, by the transport that the request names."""
         if update_info.base is not None and update_info.address is not None:
             changes = layout.unpack_entries(update_info.changes)
             sent = transports.receive(transports.Address(**update_info.address), changes)
             return self.base.check(update_info.base, entries, changes, memoryview(sent))
         if any(isinstance(data, layout.Changes) for _, data in self.staging.buckets):
             raise layout.WeightsRefused("a bucket of whole tensors came into a publish of changes")
-        self._memory += self.base.release()
+        self._spare += self.base.release()
         if update_info.address is not None:
-            return transports.receive(transports.Address(**update_info.address), entries, worker.unused(self._memory))
+            return transports.receive(transports.Address(**update_info.address), entries, worker.reuse(self._spare))
         if update_info.handles is None and self._communicator is None:
             raise layout.WeightsRefused("a bucket has no address, and no communicator of NCCL was joined")
         try:
             data = torch.empty(layout.size_of(entries), dtype=torch.uint8, device=self.device)
             parts = [(data[e.offset : e.offset + e.nbytes], e) for e in entries if e.nbytes]
             if update_info.handles is not None:
-                self._copy(update_info.handles, data)
+                self._copy_from_trainer(update_info.handles, data)
             else:
                 self._broadcast([part for part, _ in parts])
             for part, entry in parts:
@@ -151,9 +152,9 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
             gave_up.set()
             self._leave()
 
-        late = threading.Timer(BROADCAST_S, give_up)
-        late.daemon = True
-        late.start()
+        timer = threading.Timer(BROADCAST_S, give_up)
+        timer.daemon = True
+        timer.start()
         try:
             for part in parts:
                 self._communicator.broadcast(part, src=0)
@@ -162,12 +163,12 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
             if not gave_up.is_set():
                 raise
         finally:
-            late.cancel()
+            timer.cancel()
         if gave_up.is_set():
             fault = f"a broadcast by NCCL did not end within {BROADCAST_S:g} s"
             raise layout.WeightsRefused(f"{fault}: the trainer was killed, or another server does not take part")
 
-    def _copy(self, handles: Mapping[str, str], data: torch.Tensor) -> None:
+    def _copy_from_trainer(self, handles: Mapping[str, str], data: torch.Tensor) -> None:
         """Copies the trainer's buffer on this GPU and waits for it."""
         try:
             gpu = self._gpu = self._gpu or transports.CudaDevice(self.device.index or 0)
@@ -180,7 +181,7 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         except transports.CudaError as e:
             raise layout.WeightsRefused(f"a bucket by CUDA IPC: {e}; set rollout.publish_via to file or tcp") from e
 
-    def _reload(self, *, weights_iterator: Any) -> None:
+    def _reload_weights(self, *, weights_iterator: Any) -> None:
         reload_weights(self.vllm_config, self.model, weights_iterator, weights_path=None, is_checkpoint_format=True)
 
 
@@ -188,8 +189,8 @@ def checksum(data: torch.Tensor, itemsize: int) -> int:
     """Returns the sum of the words of `itemsize` bytes, each times an odd number of its place, modulo 2^32."""
     total = 0
     for start, piece in zip(itertools.count(0, PIECE), data.view(WORDS[itemsize]).split(PIECE), strict=False):
-        place = torch.arange(start, start + len(piece), device=data.device) * 2 + 1
-        total += int(((piece.long() & ((1 << 8 * itemsize) - 1)) * place % (1 << 32)).sum())
+        weights = torch.arange(start, start + len(piece), device=data.device) * 2 + 1
+        total += int(((piece.long() & ((1 << 8 * itemsize) - 1)) * weights % (1 << 32)).sum())
     return total % (1 << 32)
 
 
@@ -218,6 +219,6 @@ class Receiver(worker.WeightLoader):
         return {"ok": error is None, "error": error, "group": engine.group, "base": engine.base.digest}
 
     def jppo_load(self, *, version: int, path: str) -> dict[str, Any]:
-        """Also forgets the weights that were loaded from buckets."""
+        """Loads a file as `WeightLoader` does, and forgets the weights that were loaded from buckets."""
         self.weight_transfer_engine.base.release()
         return super().jppo_load(version=version, path=path)

@@ -51,7 +51,7 @@ class WeightLoader:
         """Maps the file at `path` and compares it with the model."""
         if self._jppo_expected is None:
             with config_set(self):
-                self._jppo_expected = expected(self.model_config.hf_config)
+                self._jppo_expected = expected_tensors(self.model_config.hf_config)
         self._jppo_checked = None  # drops an older one
         unpacked = layout.unpack_entries(entries)
         try:
@@ -64,8 +64,8 @@ class WeightLoader:
     def jppo_working(self) -> dict[str, int]:
         """Returns how many requests it samples for, and how many at most."""
         runner: Any = self.model_runner
-        held = runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index
-        return {"requests": len(held), "most": int(self.vllm_config.scheduler_config.max_num_seqs)}
+        requests = runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index
+        return {"requests": len(requests), "most": int(self.vllm_config.scheduler_config.max_num_seqs)}
 
     def jppo_load(self, *, version: int, path: str) -> dict[str, Any]:
         """Loads the file of the last successful `jppo_check`, unless that was another trainer's."""
@@ -81,13 +81,13 @@ class WeightLoader:
 
 
 def config_set(owner: Any) -> Any:
-    """Sets vLLM's config, which transformers' classes read once vLLM's transformers backend serves them."""
+    """Makes vLLM's config the current one: classes of vLLM's transformers backend read it."""
     vllm = sys.modules.get("vllm.config")
     return contextlib.nullcontext() if vllm is None else vllm.set_current_vllm_config(owner.vllm_config)
 
 
-def unused(memory: list[mmap.mmap]) -> mmap.mmap | None:
-    """Takes the first of these memories, if no tensor of a model still lies in it."""
+def reuse(memory: list[mmap.mmap]) -> mmap.mmap | None:
+    """Takes the first of these memories for the next publish, unless a tensor of a model still lies in it."""
     if not memory or sys.getrefcount(memory[0]) > 2:  # the list's and the argument's
         return None
     return memory.pop(0)
@@ -102,31 +102,31 @@ def load_weights(
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     if model_type == "gpt_oss":
         sinks = list(_sinks(buckets))
-        reload(weights_iterator=_one_expert_each(_stream(buckets, tied, modules)))
+        reload(weights_iterator=_split_experts(_named_tensors(buckets, tied, modules)))
         model.load_weights(sinks)
     else:
-        reload(weights_iterator=_stream(buckets, tied, modules))
+        reload(weights_iterator=_named_tensors(buckets, tied, modules))
     if unloaded := [name for name, method in experts.items() if method.moe_kernel is None]:
         message = "keeps its old values: vLLM cannot reload these experts on a CPU; use rollout.name=inprocess, serve"
         return f"{unloaded[0]} {message} the model on a GPU or, for adapters, set rollout.lora_sync=merge"
     return None
 
 
-def expected(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, list[str]]]:
+def expected_tensors(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, list[str]]]:
     """Returns names and shapes in the HF files of the model in `config.json`, and the other names of tied tensors."""
     from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in first:
-            tied.setdefault(first[id(tensor)], []).append(name)
+        if id(tensor) in first_names:
+            tied.setdefault(first_names[id(tensor)], []).append(name)
         else:
-            first[id(tensor)] = name
+            first_names[id(tensor)] = name
             tensors[name] = tensor
     # transformers stacks the experts of a layer; most files have a tensor for each
     return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, tensors).items()}, tied
@@ -160,17 +160,19 @@ def _compute_rows_alone(model: torch.nn.Module) -> None:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch has these functions already
-        _OVERRIDES.impl("bmm.out", _bmm_of_rows, "CPU", allow_override=True)
-        _OVERRIDES.impl("sigmoid", _sigmoid_by_vector, "CPU", allow_override=True)
+        _OVERRIDES.impl("bmm.out", _bmm_padded, "CPU", allow_override=True)
+        _OVERRIDES.impl("sigmoid", _sigmoid_padded, "CPU", allow_override=True)
 
 
-def _bmm_of_rows(x: torch.Tensor, kernels: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+def _bmm_padded(x: torch.Tensor, kernels: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Multiplies batches of matrices, with at least four rows: fewer are rounded in another way."""
     rows = x.shape[1]
     padded = torch.nn.functional.pad(x, (0, 0, 0, max(0, 4 - rows)))  # one to three are rounded in another way
     return out.copy_(torch.bmm(padded, kernels)[:, :rows])
 
 
-def _sigmoid_by_vector(x: torch.Tensor) -> torch.Tensor:
+def _sigmoid_padded(x: torch.Tensor) -> torch.Tensor:
+    """Returns the sigmoid of whole vectors of the processor, whose last elements would be rounded in another way."""
     x = x if x.is_floating_point() else x.float()
     padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 256))  # of any processor's vectors, four at a time
     return torch.sigmoid(padded, out=torch.empty_like(padded))[: x.numel()].view(x.shape)
@@ -185,7 +187,7 @@ _OF_ONE_EXPERT = {
 }
 
 
-def _one_expert_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _split_experts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Splits GPT-OSS' tensors of all experts: vLLM 0.32 writes whole ones where a reload does not see them."""
     for name, tensor in tensors:
         module, _, last = name.rpartition(".")
@@ -198,23 +200,23 @@ def _one_expert_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tu
 def _sinks(buckets: list[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields GPT-OSS' attention sinks, which vLLM 0.32 writes past a reload too; nothing packs them."""
     for entries, data in buckets:
-        yield from ((entry.name, _tensor(entry, data)) for entry in entries if entry.name.endswith(".self_attn.sinks"))
+        yield from ((entry.name, _view(entry, data)) for entry in entries if entry.name.endswith(".self_attn.sinks"))
 
 
-def _tensor(entry: layout.TensorEntry, data: Any) -> torch.Tensor:
-    held = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
-    part = held[entry.offset : entry.offset + entry.nbytes]
+def _view(entry: layout.TensorEntry, data: Any) -> torch.Tensor:
+    storage = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
+    part = storage[entry.offset : entry.offset + entry.nbytes]
     return part.view(getattr(torch, entry.dtype)).reshape(entry.shape)
 
 
-def _stream(
+def _named_tensors(
     buckets: list[Bucket], tied: Mapping[str, list[str]], modules: Container[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors; empties `buckets`, so that each is freed with its last tensor."""
     while buckets:
         entries, data = buckets.pop(0)
         for entry in entries:
-            tensor = _tensor(entry, data)
+            tensor = _view(entry, data)
             yield entry.name, tensor
             # vLLM keeps a tied head stale without its own name; some models have no separate head there
             for name in tied.get(entry.name, ()):

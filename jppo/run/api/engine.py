@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,11 +14,13 @@ from jppo.models.lora import Lora
 from jppo.rollout.inprocess import InprocessEngine, Source
 from jppo.rollout.make import make_publish_settings
 from jppo.rollout.publish import publish_base, publish_policy
-from jppo.rollout.servers.fleet import ServerEngine
 from jppo.run.agreement import LogpGap, Mismatch, describe_mismatch, limits
 from jppo.run.api.responses import Responses
 from jppo.settings import Loop
 from jppo.types import Params, Prompt, Sampling, TrainState, Trajectory
+
+if TYPE_CHECKING:
+    from jppo.rollout.servers.fleet import ServerEngine
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,7 +35,7 @@ class Engine:
     """The rollout engine, if the model was opened with one, and whose weights it has."""
 
     def __init__(
-        self, c: Loop, learner: Learner, started: ServerEngine | InprocessEngine | None, adapters: Lora | None,
+        self, c: Loop, learner: Learner, started: "ServerEngine | InprocessEngine | None", adapters: Lora | None,
         tokenizer: Any, end_ids: Sequence[int],
     ):  # fmt: skip
         """`started` is of `open_engine`, None without an engine; `end_ids` are the tokens that end a response."""

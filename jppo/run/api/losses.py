@@ -19,15 +19,15 @@ import jax.numpy as jnp
 
 from jppo.algorithms import kl
 from jppo.errors import UserError
-from jppo.learner import make, ppo, score, sharding, update
+from jppo.learner import ppo, score, sharding, update
 from jppo.learner.algorithm import Term
-from jppo.learner.make import make_loop_recipe
 from jppo.learner.ppo import ModelConfigs
 from jppo.learner.stats import Outputs, stats_of
 from jppo.learner.trainable import CompiledLoss, make_before
 from jppo.learner.views import SHAPE, LossView, ValueView, record
 from jppo.models.lora import Weights
-from jppo.registry import did_you_mean, said
+from jppo.registry import did_you_mean, explain
+from jppo.run.make import make_loop_recipe, make_models
 from jppo.settings import Loop, changed, check, parts, table, without_unread
 from jppo.types import Array, Counts, Scored
 
@@ -80,7 +80,7 @@ class Losses:
 
     def __init__(self, c: Loop, inputs: ModelConfigs, mesh: Any, passes: ppo.Passes):
         self._c, self._mesh, self._passes = c, mesh, passes
-        self._models, self._heads = make.make_models(c, inputs, mesh)
+        self._models, self._heads = make_models(c, inputs, mesh)
         self._options = sharding.compiler_options(mesh, c.model.compiler_options)
         self._by_key: dict[Any, BatchLoss] = {}
         self._load = passes.actor.load
@@ -198,7 +198,7 @@ def _record_reads(function: Function) -> tuple[str, ...]:
     try:
         reads, result = record(lambda take: function(ResponsesView(take)), {})
     except Exception as e:  # a user's function may raise anything
-        raise UserError(f"{_describe(function)}, traced by JAX, raises {said(e)}; correct it") from e
+        raise UserError(f"{_describe(function)}, traced by JAX, raises {explain(e)}; correct it") from e
     by_token = result[0] if isinstance(result, tuple) else result
     if getattr(by_token, "shape", None) != SHAPE:
         shape = getattr(by_token, "shape", type(by_token).__name__)

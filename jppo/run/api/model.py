@@ -30,7 +30,7 @@ from jppo.data.tokenizer import check_stop_texts, end_token_ids
 from jppo.errors import UserError
 from jppo.learner import make, ppo, sharding
 from jppo.learner.batch import Micro
-from jppo.learner.make import make_adapters, read_models, require_models_fit
+from jppo.learner.make import make_adapters
 from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
@@ -40,7 +40,9 @@ from jppo.run.api.inputs import PromptLike, make_prompts, make_settings, reads_r
 from jppo.run.api.losses import NO_REFERENCE, Losses
 from jppo.run.api.responses import Responses, entry_targets, make_responses, make_trajectory
 from jppo.run.api.weights import TrainedWeights, load_state, save_state
-from jppo.run.inputs import read_tokenizer, require_publishable
+from jppo.run.inputs import require_publishable
+from jppo.run.make import begin_further_state, make_loop_learner, read_models, require_models_fit
+from jppo.run.tokenizer import read_tokenizer
 from jppo.samples.make import step_sampling
 from jppo.settings import Loop, changed
 from jppo.types import TrainState, Trajectory
@@ -319,7 +321,7 @@ class Model:
         self._require_open()
         c = self._parts.c
         seed = c.trainer.seed if seed is None else seed
-        return Model(self._parts, make.begin_further_state(c, self._parts.inputs, self._parts.learner, seed), None)
+        return Model(self._parts, begin_further_state(c, self._parts.inputs, self._parts.learner, seed), None)
 
     def export(self, folder: str | pathlib.Path, *, merge: bool = True) -> pathlib.Path:
         """Writes the policy as a model directory; with `merge` False, the adapters as peft's."""
@@ -419,7 +421,7 @@ def open_model(
                 logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="jppo-", ignore_cleanup_errors=True))
             started = rollout.open_engine(c, pathlib.Path(logs))
             stack.callback(started.close)
-        learner, begin = make.make_loop_learner(c, inputs, device_mesh)
+        learner, begin = make_loop_learner(c, inputs, device_mesh)
         losses = Losses(c, inputs, device_mesh, learner.passes)
         end_ids = end_token_ids(c.model.path, tokenizer)
         shared = Engine(c, learner, started, inputs.adapters, tokenizer, end_ids)

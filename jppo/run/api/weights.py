@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jppo.errors import UserError
-from jppo.learner import make, optim, state
+from jppo.learner import optim, state
 from jppo.learner.batch import Mini, with_counts_of_whole
 from jppo.learner.make import rate_schedule
 from jppo.learner.ppo import Learner, ModelConfigs
@@ -20,7 +20,8 @@ from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import placing
 from jppo.models.lora import Weights, join
 from jppo.run.api.responses import Responses
-from jppo.run.resume import OPTIMIZERS, former_name, frozen_weights, require_same_run, run_identity
+from jppo.run.make import begin_optimizer
+from jppo.run.resume import OPTIMIZERS, frozen_weights, require_same_run, run_identity
 from jppo.run.trained_model import find_checkpoint, is_checkpoint
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import restore
@@ -158,13 +159,11 @@ def load_state(
         raise UserError(f"{path} has no checkpoint, only a model; open that by jppo.open('{path}/hf')")
     spare = learner.spare()
     fits = functools.partial(_require_fitting, identity)
-    restored = restore(
-        checkpoint, state.remove_padding(template, spare), fits=fits, optional=OPTIMIZERS, former_name=former_name
-    )
+    restored = restore(checkpoint, state.remove_padding(template, spare), fits=fits, optional=OPTIMIZERS)
     loaded = state.restore_padding(restored.state, spare, template)
     if optimizer and not {*restored.missing} & {*OPTIMIZERS}:
         return loaded
-    begin = functools.partial(make.begin_optimizer, c, inputs, learner)
+    begin = functools.partial(begin_optimizer, c, inputs, learner)
     loaded = dataclasses.replace(loaded, policy_opt=begin("policy", loaded.policy))
     return loaded if loaded.value is None else dataclasses.replace(loaded, value_opt=begin("value", loaded.value))
 

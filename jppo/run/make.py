@@ -1,0 +1,393 @@
+"""From the settings to PPO's learner: its models, algorithm, recipe, passes, epochs and programs.
+
+A user's loop on `jppo.open` has these without the algorithm's estimate of advantages. What other trainings need too is
+in `make.py`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
+from jppo.algorithms import kl
+from jppo.errors import UserError
+from jppo.learner import catalogue, estimate, packing, ppo, programs, sharding, state, update
+from jppo.learner.algorithm import Algorithm
+from jppo.learner.make import (
+    LOADED,
+    Maker,
+    Trained,
+    chunk_tokens,
+    make_decoder,
+    make_trainable,
+    offload_if,
+    optimizer_of,
+    plan_rows,
+)
+from jppo.learner.ppo import Learner, ModelConfigs, StepLearner
+from jppo.models import hf, placing
+from jppo.models.config import ModelConfig, pad_vocab
+from jppo.models.lora import Base, Lora
+from jppo.models.params import Head
+from jppo.settings import (
+    Loop,
+    Settings,
+    importance_band,
+    parts,
+    rejection_rules,
+)
+from jppo.types import Array, Params, TrainState
+
+Configs = tuple[ModelConfig, ModelConfig | None, ModelConfig | None]  # of policy, critic and reference
+
+
+def read_models_of_run(c: Settings, *, weights: bool = True) -> Configs:
+    """Reads the configs of the models that a PPO run needs, and checks the headers of their `weights`."""
+    with_reference = wants_reference(c) and not c.ref.url
+    return read_models(c, with_critic=wants_critic(c), with_reference=with_reference, weights=weights)
+
+
+def read_models(c: Loop, *, with_critic: bool, with_reference: bool, weights: bool = True) -> Configs:
+    """Reads the configs of the policy, and of critic and reference if wanted; checks the headers of their `weights`."""
+
+    def read(path: str, head: Head, init: str) -> ModelConfig:
+        _, cfg = hf.read_config(path, longest=c.data.longest_row)
+        if head == "value":
+            cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins or 1, value_head_std=c.critic.value_head_std)
+        if weights and init == "pretrained":
+            hf.check_weights(path, cfg, head=head)
+        return cfg
+
+    policy = read(c.model.path, "lm", c.model.init)
+    critic = read(path_of_critic(c), "value", critic_init(c)) if with_critic else None
+    if not with_reference:
+        return policy, critic, None
+    reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm", "pretrained")
+    if reference.vocab_size != policy.vocab_size:
+        raise UserError(
+            f"ref.path={c.ref.path}: a reference has the policy's vocabulary, {policy.vocab_size} tokens, and this one"
+            f" has {reference.vocab_size}; use a model with that vocab_size"
+        )
+    return policy, critic, reference
+
+
+def require_models_fit(inputs: ModelConfigs, mesh: Mesh) -> None:
+    """Runs `require_divisible` for every model of a run, before a server starts."""
+    for cfg in (inputs.policy, inputs.critic, inputs.reference):
+        if cfg is not None:
+            sharding.require_divisible(cfg, mesh)
+
+
+def path_of_critic(c: Loop) -> str:
+    """Returns the path of the critic's initial weights; the policy's by default."""
+    return c.critic.path if c.critic.path else c.model.path
+
+
+def critic_init(c: Loop) -> str:
+    """Returns how the critic starts: by `model.init` on the policy's model; a model of its own is never random."""
+    return c.model.init if path_of_critic(c) == c.model.path else "pretrained"
+
+
+def wants_critic(c: Settings) -> bool:
+    """Whether the estimator reads values."""
+    return parts.estimator(c).critic
+
+
+def wants_reference(c: Settings) -> bool:
+    """Whether a KL is used."""
+    return c.algorithm.use_kl_in_reward or c.actor.use_kl_loss
+
+
+def make_algorithm(c: Settings) -> Algorithm:
+    """Makes the algorithm of the settings: the extension, estimator and losses, and terms that other settings add."""
+    algorithm = parts.algorithm(c)
+    assert isinstance(algorithm, Algorithm)
+    algorithm = dataclasses.replace(algorithm, terms=(*algorithm.terms, *catalogue.regularisers(c.actor)))
+    algorithm = algorithm.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
+    parts.run_on_shapes(algorithm, "metrics", parts.loss_setting(c))  # raises where terms of the two share one
+    return algorithm
+
+
+def make_loss(c: Loop) -> Algorithm:
+    """Makes the losses of policy and critic that `actor` and `critic` set, without an estimate of advantages."""
+    algorithm = parts.policy_loss(c)
+    assert isinstance(algorithm, Algorithm)
+    algorithm = dataclasses.replace(algorithm, terms=(*algorithm.terms, *catalogue.regularisers(c.actor)))
+    return algorithm.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
+
+
+def kl_name(name: str, setting: str) -> str:
+    """Returns a KL estimator's name in `kl.ESTIMATORS`; registers a user-defined one."""
+    if name not in kl.BY_NAME:
+        estimate: Any = parts.KL_ESTIMATORS.find(name, setting)
+        kl.ESTIMATORS[name] = estimate
+    return name
+
+
+def make_correction(c: Settings) -> estimate.Correction | None:
+    """Makes the correction of the log-prob mismatch, if any."""
+    a = c.algorithm
+    rules = rejection_rules(a.rollout_rs, a.rollout_rs_threshold)
+    if a.rollout_is == "none" and not rules:
+        return None
+    lower, upper = importance_band(a.rollout_is_threshold)
+    return estimate.Correction(
+        level=None if a.rollout_is == "none" else a.rollout_is,
+        lower=lower,
+        upper=upper,
+        normalize=a.rollout_is_batch_normalize,
+        rules=rules,
+    )
+
+
+def make_kl_controller(c: Settings) -> Callable[[Array, Array], Array] | None:
+    """Makes the `algorithm.kl_ctrl_type` update of the KL coefficient; None: the coefficient is fixed."""
+    a = c.algorithm
+    if a.kl_ctrl_type == "fixed":
+        return None
+    return jax.jit(functools.partial(kl.adaptive, steps=c.sequences_of_step, target=a.target_kl, horizon=a.horizon))
+
+
+def make_recipe(c: Settings) -> ppo.Recipe:
+    """Makes the recipe of a PPO run: the algorithm of the settings, and the computations around it."""
+    talk = c.rollout.multi_turn
+    return dataclasses.replace(
+        _make_recipe(c, make_algorithm(c)),
+        bypass=c.algorithm.old_logprob == "bypass",
+        correction=make_correction(c),
+        kl_penalty=kl_name(c.algorithm.kl_penalty, "algorithm.kl_penalty") if c.algorithm.use_kl_in_reward else None,
+        adapt_kl=make_kl_controller(c),
+        value_norm_decay=c.critic.value_norm_decay,
+        earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable or c.rollout.agent),
+        branches=c.rollout.has_branches,
+    )
+
+
+def make_loop_recipe(c: Loop) -> ppo.Recipe:
+    """Makes the losses of a user's loop, and passes of log-probs, of the reference by token as for a KL in a reward."""
+    return _make_recipe(c, make_loss(c), kl_penalty="kl")
+
+
+def _make_recipe(c: Loop, algorithm: Algorithm, kl_penalty: str | None = None) -> ppo.Recipe:
+    """Makes the parts of a recipe that a PPO run and a user's loop share: losses, their means, KL and metrics."""
+    a, v = c.actor, c.critic
+    value_mode = a.loss_agg_mode if v.loss_agg_mode is None else v.loss_agg_mode
+    scale = float(c.data.max_response_length) if a.loss_scale_factor is None else a.loss_scale_factor
+    value_scale = scale if v.loss_scale_factor is None else v.loss_scale_factor
+    return ppo.Recipe(
+        algorithm=algorithm,
+        bypass=False,
+        correction=None,
+        kl_penalty=kl_penalty,
+        kl_loss_type=kl_name(a.kl_loss_type, "actor.kl_loss_type") if a.use_kl_loss else None,
+        kl_topk=(("topk", a.kl_topk), ("min_logp", a.kl_log_prob_min_clamp)),
+        mean=functools.partial(update.aggregate, usual=algorithm.aggregation or a.loss_agg_mode, scale=scale),
+        value_mean=functools.partial(update.aggregate, usual=value_mode, scale=value_scale),
+        value_range=v.value_range if v.value_bins else None,
+        entropy_metric=a.calculate_entropy,
+    )
+
+
+def plan_of_run(c: Settings, mesh: Any, policy: ModelConfig, steps: int) -> packing.Plan:
+    """Plans the row shapes of a PPO run of `steps`."""
+    return plan_mini_batches(c, mesh, policy, steps, tuple(epochs.mini_batch_size for epochs in make_epochs(c)))
+
+
+def plan_mini_batches(c: Loop, mesh: Any, policy: ModelConfig, steps: int, sizes: tuple[int, ...]) -> packing.Plan:
+    """Plans the row shapes of `steps` whose mini-batches have these sizes."""
+    plan = plan_rows(
+        c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=max(sizes), steps=steps,
+        policy=policy, sizes=() if c.rollout.has_branches else sizes,
+    )  # fmt: skip
+    return dataclasses.replace(plan, experts=replayed_experts(c, policy), kept=kept_tokens(c, policy))
+
+
+def kept_tokens(c: Loop, policy: ModelConfig) -> int:
+    """Returns how many tokens of each truncated distribution the engine returns to be replayed; 0: none."""
+    return min(c.rollout.mask_replay_tokens, policy.vocab_size) if c.rollout.mask_replay else 0
+
+
+def replayed_experts(c: Loop, policy: ModelConfig) -> tuple[int, int] | None:
+    """Returns (layers, active experts of a token) if the engine's experts are replayed; UserError without experts."""
+    if not c.rollout.routing_replay:
+        return None
+    if policy.experts is None:
+        raise UserError(
+            f"rollout.routing_replay=True: the {policy.family} model of model.path has no experts; set it to False"
+        )
+    return policy.num_layers, policy.experts.active
+
+
+def make_epochs(c: Settings) -> tuple[ppo.Epochs, ppo.Epochs]:
+    """Returns how actor and critic go over the batch of a step."""
+    a, v = c.actor, c.critic
+    size = a.ppo_mini_batch_size if v.ppo_mini_batch_size is None else v.ppo_mini_batch_size
+    count = a.ppo_epochs if v.ppo_epochs is None else v.ppo_epochs
+    warmup_count = count if v.warmup_epochs is None else v.warmup_epochs
+    shared_options = dict(most_sequences=most_sequences(c), warmup=c.trainer.critic_warmup)
+    return (
+        ppo.Epochs(a.ppo_epochs, a.ppo_mini_batch_size, a.shuffle, in_warmup=0, **shared_options),
+        ppo.Epochs(count, size, v.shuffle, in_warmup=warmup_count, **shared_options),
+    )
+
+
+def most_sequences(c: Settings) -> int:
+    """Returns the most trajectories of a step, the branches of episodes included."""
+    return c.sequences_of_step * (c.rollout.agent_branches if c.rollout.has_branches else 1)
+
+
+def batch_shape(c: Settings, mesh: Any) -> tuple[int, int]:
+    """Returns a step's flat batch [B, L]: trajectories with branches, padded for the mesh, by the longest response."""
+    devices = sharding.whole_row_multiple(mesh)
+    return -(-most_sequences(c) // devices) * devices, c.data.max_response_length
+
+
+def make_models(c: Loop, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Models, dict[str, Any]]:
+    """Makes the modules of the models, and the arguments of `score.make_logprob` for the policy."""
+
+    def model(cfg: ModelConfig) -> ppo.Model:
+        cfg = pad_vocab(cfg, mesh.shape["tensor"])
+        return make_decoder(c, cfg, mesh), cfg
+
+    policy = model(inputs.policy)
+    critic = None if inputs.critic is None else model(inputs.critic)
+    reference = None if inputs.reference is None else model(inputs.reference)
+    heads = dict(temperature=c.rollout.temperature, chunk_tokens=chunk_tokens(c.model, policy[1], mesh), mesh=mesh)
+    return ppo.Models(policy, critic, reference), heads
+
+
+def make_passes(c: Loop, recipe: ppo.Recipe, inputs: ModelConfigs, mesh: Any) -> ppo.Passes:
+    """Makes the passes of a recipe; loads and compiles nothing."""
+    models, heads = make_models(c, inputs, mesh)
+    options = sharding.compiler_options(mesh, c.model.compiler_options)
+    return ppo.make_passes(models, recipe, **heads, options=options)
+
+
+def shares_trunk(c: Loop, inputs: ModelConfigs) -> bool:
+    """Whether critic and policy share one frozen base in memory."""
+    return inputs.adapters is not None and inputs.critic_adapters is not None and path_of_critic(c) == c.model.path
+
+
+def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any, maker: Maker = LOADED) -> tuple[StepLearner, TrainState]:
+    """Loads the models of a PPO run into their shards; returns the learner and the state before the first step."""
+    recipe, plan = make_recipe(c), plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
+    warmup, coefficient = c.trainer.critic_warmup, c.algorithm.kl_coef
+    learner, begin = load_learner(c, inputs, mesh, recipe, plan, maker, warmup=warmup, kl_coef=coefficient)
+    actor_epochs, critic_epochs = make_epochs(c)
+    step_fields = dict[str, Any](shape=batch_shape(c, mesh), actor_epochs=actor_epochs, critic_epochs=critic_epochs)
+    return StepLearner(**vars(learner), **step_fields), begin
+
+
+def make_loop_learner(c: Loop, inputs: ModelConfigs, mesh: Any) -> tuple[Learner, TrainState]:
+    """Loads the models of a user's loop into their shards and makes the passes."""
+    plan = plan_mini_batches(c, mesh, inputs.policy, inputs.total_steps, (c.actor.ppo_mini_batch_size,))
+    return load_learner(c, inputs, mesh, make_loop_recipe(c), plan)
+
+
+def load_learner(
+    c: Loop, inputs: ModelConfigs, mesh: Any, recipe: ppo.Recipe, plan: packing.Plan, maker: Maker = LOADED, *,
+    warmup: int = 0, kl_coef: float = 0.0,
+) -> tuple[Learner, TrainState]:  # fmt: skip
+    """Loads the models and makes their passes; `warmup` is the number of first steps without the policy's update."""
+    passes, seed, steps = make_passes(c, recipe, inputs, mesh), c.trainer.seed, inputs.total_steps
+    policy, value = load_models(c, inputs, mesh, seed, maker)
+    actor, policy_opt = make_trainable(c.actor, "actor", passes.actor, policy, steps - warmup, maker)
+    critic = value_opt = reference = None
+    if value is not None and passes.critic is not None:
+        critic, value_opt = make_trainable(c.critic, "critic", passes.critic, value, steps, maker)
+    if inputs.reference is not None:
+        key, cfg = jax.random.fold_in(jax.random.key(seed), 2), pad_vocab(inputs.reference, mesh.shape["tensor"])
+        reference = load_reference(c, mesh, cfg, policy, key, maker)
+    cfg = pad_vocab(inputs.policy, mesh.shape["tensor"])
+    learner = Learner(
+        mesh=mesh, cfg=cfg, plan=plan, recipe=recipe, passes=passes, actor=actor, critic=critic, reference=reference
+    )
+    begin = state.begin_state(
+        policy.learned, policy_opt, None if value is None else value.learned, value_opt, kl_coef=kl_coef, seed=seed,
+        value_norm=recipe.value_norm_decay is not None, put=maker.put,
+    )  # fmt: skip
+    return learner, begin
+
+
+def load_models(
+    c: Loop, inputs: ModelConfigs, mesh: Any, seed: int, maker: Maker = LOADED,
+    bases: tuple[Base | None, Base | None] = (None, None),
+) -> tuple[Trained, Trained | None]:  # fmt: skip
+    """Loads policy and critic; `bases` are their frozen weights, where these are in memory already."""
+    base, critic_base = bases
+    key = jax.random.key(seed)
+    policy = maker.load(
+        c, mesh, pad_vocab(inputs.policy, mesh.shape["tensor"]), c.model.path, head="lm",
+        key=jax.random.fold_in(key, 0), adapters=inputs.adapters, trunk=None if base is None else base.params,
+    )  # fmt: skip
+    policy = offload_if(policy, c.actor.param_offload, shared=base is not None)
+    if inputs.critic is None:
+        return policy, None
+    path, trunk = path_of_critic(c), critic_base
+    if shares_trunk(c, inputs):
+        trunk = policy.base
+    elif path != c.model.path:  # a critic's files have its head, too
+        trunk = None
+    critic = maker.load(
+        c, mesh, pad_vocab(inputs.critic, mesh.shape["tensor"]), path, head="value", init=critic_init(c),
+        key=jax.random.fold_in(key, 1), adapters=inputs.critic_adapters, trunk=None if trunk is None else trunk.params,
+    )  # fmt: skip
+    return policy, offload_if(critic, c.critic.param_offload, shared=trunk is not None)
+
+
+def begin_further_state(c: Loop, inputs: ModelConfigs, learner: Learner, seed: int) -> TrainState:
+    """Makes the initial state of further trained weights for a learner's programs; frozen bases are shared."""
+    bases = learner.actor.base, None if learner.critic is None else learner.critic.base
+    policy, value = load_models(c, inputs, learner.mesh, seed, bases=bases)
+    init_opt = functools.partial(begin_optimizer, c, inputs, learner)
+    critic_state = (None, None) if value is None else (value.learned, init_opt("value", value.learned))
+    return state.begin_state(policy.learned, init_opt("policy", policy.learned), *critic_state, seed=seed)
+
+
+def begin_optimizer(c: Loop, inputs: ModelConfigs, learner: Learner, field: str, learned: Params) -> Any:
+    """Returns the initial optimizer state of `policy` or `value`, for loaded parameters."""
+    head, cfg, adapters = head_config_adapters(inputs, learner, field)
+    section, name = (c.actor, "actor") if head == "lm" else (c.critic, "critic")
+    if adapters is None:
+        layout = state.model_weights(cfg, learner.mesh, head=head, param_dtype=c.model.param_dtype)
+    else:
+        layout = state.adapters(cfg, learner.mesh, adapters, head=head)
+    opt, _ = state.init_optimizer(optimizer_of(section, name, layout), layout, learned)
+    return placing.to_host(opt) if section.optimizer_offload else opt
+
+
+def head_config_adapters(inputs: ModelConfigs, learner: Learner, field: str) -> tuple[Head, ModelConfig, Lora | None]:
+    """Returns head, config and adapters of the model in a field of the train state, `policy` or `value`."""
+    if field == "policy" or inputs.critic is None:
+        return "lm", learner.cfg, inputs.adapters
+    return "value", pad_vocab(inputs.critic, learner.mesh.shape["tensor"]), inputs.critic_adapters
+
+
+def list_run_programs(c: Settings, learner: StepLearner, now: TrainState) -> list[programs.Program]:
+    """Lists the programs of a run's steps; learner and state may be of shapes."""
+    shuffles = c.actor.shuffle or c.critic.shuffle
+    return programs.list_programs(learner, now, shuffled=most_sequences(c) if shuffles else 0)
+
+
+def run_programs(
+    to_run: Sequence[programs.Program], progress: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent
+) -> None:
+    """Runs the programs on zeros, so that no step compiles; `progress` gets a label and a total, and counts each."""
+    count_one = progress("programs compiled", len(to_run))
+    for program in to_run:
+        program.run()
+        count_one()
+
+
+def load_reference(c: Loop, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array, maker: Maker) -> Params:
+    """Makes the frozen reference of the KL: its own model, or a copy of the initial policy."""
+    if c.ref.path != "policy":
+        trained = maker.load(c, mesh, cfg, c.ref.path, head="lm", init="pretrained", key=key, adapters=None)
+        return offload_if(trained, c.ref.param_offload).learned
+    if policy.base is not None:  # LoRA: the loaded base is the reference
+        return policy.base.params
+    return maker.copy(policy.learned, c.ref.param_offload)
