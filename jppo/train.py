@@ -165,13 +165,13 @@ def make_method(run: Run) -> loop.Method:
     """Returns PPO's functions for the loop of every training, `loop.learn`."""
     c = run.c
 
-    def step(now: Progress) -> Progress:
+    def step_and_forget(now: Progress) -> Progress:
         after = ppo_step(run, now.state)
         run.supply.forget(now.step)
         place = {"cursor": dataclasses.asdict(after.cursor), "reward": run.reward_sum.state()}
         return Progress(after.state, place, after.metrics)
 
-    def finish(now: Progress) -> None:
+    def publish_weights(now: Progress) -> None:
         if c.rollout.on_update == "wait":
             with run.timer("gen"):
                 run.supply.settle()
@@ -180,8 +180,8 @@ def make_method(run: Run) -> loop.Method:
             require_published(c, run.inputs, run.learner, now.state, run.sampler, run.hosts)
 
     return loop.Method(
-        step=step,
-        finish=finish,
+        step=step_and_forget,
+        finish=publish_weights,
         test=lambda now: validate(run, now.step),
         test_freq=c.trainer.test_freq,
         require_progress=lambda now: require_progress(run, now.state),

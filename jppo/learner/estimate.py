@@ -117,6 +117,7 @@ def make_advantages(
     def advantages(
         batch: Batch, kl_coef: Array, value_norm: Array | None = None
     ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Corrects the mismatch, subtracts the KL from the scores, and estimates advantages and returns."""
         metrics = {} if bypass else mismatch(batch)
         arrays: dict[str, Any] = {**batch.arrays}
         arrays |= {"turn_ends": masked.ends(batch.mask)} if algorithm.by_turn else {}  # before tokens are rejected

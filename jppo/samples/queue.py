@@ -366,7 +366,7 @@ class SampleQueue:
         return StepRequest(step, version, indices, after, tuple(all_draws), set(left), restored=bool(saved_responses))
 
     def _wait_for_all(self, step: int) -> list[tuple[StepRequest, int]]:
-        """Returns the groups of the step, one after another, so that a response costs no look at all of them."""
+        """Waits for all groups of a step, one after another, and returns them."""
         [request] = [request for request in self._queue.queue if request.step == step]
         groups = sorted(request.left)
         for group in groups:

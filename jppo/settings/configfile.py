@@ -278,7 +278,7 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Wraps a command: a UserError becomes one line on stderr and exit code 2."""
 
     @functools.wraps(main)
-    def command(*args: Any, **kwargs: Any) -> None:
+    def run_main(*args: Any, **kwargs: Any) -> None:
         try:
             main(*args, **kwargs)
         except UserError as e:
@@ -290,7 +290,7 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
             print(one_line(UserError(f"{e.filename}: {e.strerror}; name another path")), file=sys.stderr)
             sys.exit(2)
 
-    return command
+    return run_main
 
 
 def help_text(config: ml_collections.ConfigDict) -> str:

@@ -111,7 +111,7 @@ def resolve_options(words: Mapping[str, object], options: Mapping[str, Option], 
     """Returns the values in `words`, converted, with the defaults of other options; raises UserError for each fault."""
     values = Options({name: option.default for name, option in options.items()})
 
-    def check(name: str) -> None:
+    def check_option(name: str) -> None:
         if name not in options:
             raise UserError(
                 f"{PREFIX}{name}={words[name]!r:.200}: {setting} has no option {name!r}; it has {_listed(options)}"
@@ -126,7 +126,7 @@ def resolve_options(words: Mapping[str, object], options: Mapping[str, Option], 
                 f" --config.{PREFIX}{name}=VALUE"
             )
 
-    raise_faults(faults_of([lambda name=name: check(name) for name in dict.fromkeys([*words, *options])]))  # type: ignore[misc]
+    raise_faults(faults_of([lambda name=name: check_option(name) for name in dict.fromkeys([*words, *options])]))  # type: ignore[misc]
     return values
 
 
