@@ -44,20 +44,20 @@ def whiten(x: Array, mask: Array) -> Array:
 
 
 def at_kept(x: Array, mask: Array) -> Array:  # [B] -> [B, L]
-    """x of each row at its kept entries, 0 elsewhere."""
+    """Puts the number x of each row at all its kept entries, 0 elsewhere."""
     chex.assert_equal_shape_prefix([x, mask], 1)
     return jnp.where(mask, jnp.asarray(x)[:, None], 0.0)
 
 
 def last(mask: Array) -> Array:  # [B, L] bool
-    """The last kept entry of each row."""
+    """Marks the last kept entry of each row."""
     chex.assert_rank(mask, 2)
     remaining = jnp.cumsum(mask[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
     return jnp.asarray(mask) & (remaining == 1)
 
 
 def ends(mask: Array) -> Array:  # [B, L] bool
-    """The last entry of each run of kept entries."""
+    """Marks the last entry of each run of kept entries."""
     chex.assert_rank(mask, 2)
     return jnp.asarray(mask) & ~jnp.pad(jnp.asarray(mask)[:, 1:], ((0, 0), (0, 1)))
 

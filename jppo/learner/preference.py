@@ -90,7 +90,7 @@ def _mean_and_metrics(losses: Array, chosen: Array, rejected: Array) -> tuple[Ar
 
 
 def make_pullback(value: Value) -> Loss:
-    """Makes Σ g r over the rows' sequences for slopes g [B]; its gradient is their part of the loss gradient."""
+    """Makes the loss of the second pass: Σ g r over the rows' sequences for slopes g [B], with the loss's gradient."""
 
     def loss(params: Weights, rows: Rows, counts: Counts, slope: Array) -> tuple[Array, Outputs]:
         chex.assert_rank(slope, 1)

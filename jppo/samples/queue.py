@@ -416,6 +416,7 @@ class SampleQueue:
     def _wait_for_rewards(
         self, samples: Sequence[tuple[Draws, int]], greedy_draws: Sequence[tuple[Draws, int]]
     ) -> tuple[list[Reward], list[Reward] | None]:
+        """Waits for the rewards of samples and, where there are any, of greedy responses, on all hosts."""
         rewards = trajectories.rewards_of_all(self._hosts, lambda: rewards_of(samples))
         if not self._c.greedy:
             return rewards, None

@@ -75,7 +75,7 @@ def is_file(path: str) -> bool:
 
 
 def functions(file: str) -> dict[str, Any]:
-    """Returns the functions that a Python file defines."""
+    """Runs a user's Python file; returns the functions and other names that it defines."""
     defined: dict[str, Any] = call_user_code(file, runpy.run_path, file)
     return defined
 
