@@ -108,10 +108,7 @@ def end_step(run: Run, now: TrainState, data: Batch, episodes: Episodes, metrics
 def gather_episodes(
     run: Run, samples: StepSamples, rewards: list[Reward], baseline: list[Reward] | None, version: int
 ) -> tuple[Episodes, dict[str, float]]:
-    """Makes the episodes of a step's graded samples and logs them; returns also their metrics.
-
-    `baseline` has the rewards of greedy responses. Samples that are too stale are marked unusable.
-    """
+    """Makes and logs the episodes of graded samples, with their metrics; `baseline` grades greedy responses."""
     compares = run.learner.recipe.compares
     unmarked = make_episodes(samples.prompts, samples.trajectories, rewards, baseline, compares=compares)
     marked, stale = mark_stale(run.c, samples, version, unmarked.rewards)
@@ -168,13 +165,13 @@ def make_method(run: Run) -> loop.Method:
     """Returns PPO's functions for the loop of every training, `loop.learn`."""
     c = run.c
 
-    def step(now: Progress) -> Progress:
+    def step_and_forget(now: Progress) -> Progress:
         after = ppo_step(run, now.state)
         run.supply.forget(now.step)
         place = {"cursor": dataclasses.asdict(after.cursor), "reward": run.reward_sum.state()}
         return Progress(after.state, place, after.metrics)
 
-    def finish(now: Progress) -> None:
+    def publish_weights(now: Progress) -> None:
         if c.rollout.on_update == "wait":
             with run.timer("gen"):
                 run.supply.settle()
@@ -183,8 +180,8 @@ def make_method(run: Run) -> loop.Method:
             require_published(c, run.inputs, run.learner, now.state, run.sampler, run.hosts)
 
     return loop.Method(
-        step=step,
-        finish=finish,
+        step=step_and_forget,
+        finish=publish_weights,
         test=lambda now: validate(run, now.step),
         test_freq=c.trainer.test_freq,
         require_progress=lambda now: require_progress(run, now.state),

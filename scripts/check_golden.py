@@ -236,7 +236,7 @@ def bypass_mode(meta: Meta, x: Inputs) -> dict[str, Found]:
         if level := meta.get("rollout_is"):
             lower, upper = importance_band(meta.get("rollout_is_threshold", "2.0"))
             raw = correction.raw_weights(log_ratio, x["mask"], level=level, segment=segment)
-            weight = correction.bounded(raw, lower=lower, upper=upper)
+            weight = correction.bound_weights(raw, lower=lower, upper=upper)
             if meta.get("rollout_is_batch_normalize"):
                 weight = correction.normalized_weights(
                     weight, mean=correction.mean_weight(weight, x["mask"], level=level)
@@ -335,7 +335,7 @@ def is_weights(meta: Meta, x: Inputs) -> dict[str, Found]:
     mask, level = x["mask"], meta["level"]
     lower, upper = importance_band(meta["threshold"])
     raw = correction.raw_weights(x["log_ratio"], mask, level=level)
-    weight = correction.bounded(raw, lower=lower, upper=upper)
+    weight = correction.bound_weights(raw, lower=lower, upper=upper)
     if meta["batch_normalize"]:
         weight = correction.normalized_weights(weight, mean=correction.mean_weight(weight, mask, level=level))
     return {"weights": Found(weight, mask)}

@@ -15,7 +15,7 @@ from jppo.run import trained_model
 from jppo.samples.queue import SampleQueue
 
 what, _, host = sys.argv[1].partition("@")
-take, ask, read, write = SampleQueue.take, SampleQueue._take, opened.read_inputs, trained_model.write_model
+take, ask, read, write = SampleQueue.take, SampleQueue._take_groups, opened.read_inputs, trained_model.write_model
 
 
 def taking(supply, step):
@@ -35,7 +35,7 @@ def asking(supply, step):
     if step == 2 and what == "rollout":
         raise RolloutError("the server is gone for good")
     if step == 1 and what == "behind":
-        supply._ask_through = behind
+        supply._request_steps = behind
     return ask(supply, step)
 
 
@@ -59,6 +59,6 @@ def writing(c, learner, path, now, **how):
 
 
 if what != "whole" and os.environ["NODE_RANK"] == host:
-    SampleQueue.take, SampleQueue._take, opened.read_inputs = taking, asking, reading
+    SampleQueue.take, SampleQueue._take_groups, opened.read_inputs = taking, asking, reading
     train.write_model = trained_model.write_model = writing
 train.main(sys.argv[2:])

@@ -250,7 +250,7 @@ def test_the_check_of_the_mismatch_can_be_off_and_looks_at_jumps_only(config, mo
             match.require({"rollout_corr/kl": value}, None, [], [])
 
     def jumps(values):
-        monkeypatch.setattr(agreement, "_worst", lambda *_: ("", "1", 5.0))
+        monkeypatch.setattr(agreement, "_find_worst_server", lambda *_: ("", "1", 5.0))
         try:
             seen(values)
         except Mismatch:
@@ -281,7 +281,7 @@ def test_a_jump_names_the_server_that_is_furthest_off_and_its_versions():
     theirs[1:3] = [[0.5, 1.5], [1.0, 3.0]]
     theirs[3] = 100.0  # a row of padding
     data = batch_of(np.arange(4)[:, None] < [3, 3], ours, theirs)
-    assert agreement._worst(data, trajectories) == ("http://h:1", "4, 5", 1.5)
+    assert agreement._find_worst_server(data, trajectories) == ("http://h:1", "4, 5", 1.5)
 
 
 def test_a_jump_is_not_blamed_on_given_responses():
@@ -289,4 +289,4 @@ def test_a_jump_is_not_blamed_on_given_responses():
     sampled, shown = make.trajectory([1, 2], [0, 1], version=3), make.trajectory([1, 2], [0, 1], version=-1)
     theirs = np.array([[0.5], [-100.0]], np.float32)
     data = batch_of(np.ones((2, 1), bool), np.zeros((2, 1)), theirs)
-    assert agreement._worst(data, [sampled, shown]) == ("", "3", 0.5)
+    assert agreement._find_worst_server(data, [sampled, shown]) == ("", "3", 0.5)

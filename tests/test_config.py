@@ -552,7 +552,7 @@ def test_a_command_may_do_without_a_file():
     ],
 )
 def test_addresses_by_data_source(config, urls, found):
-    assert texts.by_source(urls) == found
+    assert texts.addresses_by_source(urls) == found
     config.ref.url, config.algorithm.use_kl_in_reward = urls, bool(urls)
     settings.check(config)
 

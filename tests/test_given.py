@@ -48,7 +48,7 @@ def letters(ids):
     ],
 )
 def test_a_text_has_the_tokens_of_a_sampled_response(ids, how, tokens, finish):
-    answer = given.answer_of(ids, decode=letters, **({"most": 4, "stop": (), "ends": (1, 2)} | how))
+    answer = given.answer_of(ids, decode=letters, **({"limit": 4, "stop": (), "ends": (1, 2)} | how))
     assert answer.tokens == tokens and answer.finish == finish
     assert answer.version == [-1] * len(tokens) and answer.logprob == [0.0] * len(tokens)
 

@@ -243,5 +243,5 @@ def test_servers_that_are_named_are_shared_out():
 
 
 def test_the_mark_of_a_shared_folder_is_new_in_one_that_is_there(tmp_path):
-    marks = [start._mark(tmp_path / "runs/a") for _ in range(2)]
+    marks = [start._create_mark(tmp_path / "runs/a") for _ in range(2)]
     assert len({*marks}) == 2 and {file.name for file in (tmp_path / "runs/a").iterdir()} == {*marks}

@@ -35,11 +35,11 @@ def gae(reward: Array, value: Array, mask: Array, *, gamma: float | Array, lam: 
     reward, value = reward.astype(dtype), value.astype(dtype)
 
     # One number carries all of the future: A_t = r_t - V_t + γ C_{t'}, where C_t = V_t + λ A_t.
-    def step(next_c: jax.Array, now: Any) -> tuple[jax.Array, jax.Array]:  # all rows at one position
-        r, v, m, *own = now
+    def step(next_c: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:  # all rows at one position
+        r, v, m, *discounts = inputs
         discount: Any = gamma
-        if own:
-            next_c, discount = own[0] * next_c, 1.0
+        if discounts:
+            next_c, discount = discounts[0] * next_c, 1.0
         c = jnp.where(m, lam * r + (1.0 - lam) * v + discount * lam * next_c, next_c)
         return c, jnp.where(m, r - v + discount * next_c, 0.0)
 
@@ -86,8 +86,8 @@ def grpo_passk(score: Array, group: Array, *, norm_adv_by_std: bool) -> Array:  
     count, _, std = _group_moments(score, group)
     best = _group(jax.ops.segment_max, score, group)
     second = _group(jax.ops.segment_max, jnp.where(score == best, -jnp.inf, score), group)
-    alone = (score == best) & (_group(jax.ops.segment_sum, (score == best).astype(score.dtype), group) == 1)
-    lead = jnp.where(alone & (count > 1), best - second, 0.0)
+    single_best = (score == best) & (_group(jax.ops.segment_sum, (score == best).astype(score.dtype), group) == 1)
+    lead = jnp.where(single_best & (count > 1), best - second, 0.0)
     return lead / (std + 1e-6) if norm_adv_by_std else lead
 
 
@@ -133,15 +133,15 @@ def gdpo(parts: Array, group: Array, *, weights: tuple[float, ...], norm_adv_by_
     parts is [B, K].
     """
     chex.assert_shape(parts, (group.shape[0], len(weights)))
-    each = jax.vmap(lambda part: grpo(part, group, norm_adv_by_std=norm_adv_by_std), in_axes=1)(parts)
-    return jnp.asarray(weights, parts.dtype) @ each
+    advantages = jax.vmap(lambda part: grpo(part, group, norm_adv_by_std=norm_adv_by_std), in_axes=1)(parts)
+    return jnp.asarray(weights, parts.dtype) @ advantages
 
 
 def energy(logp: Array, sum_pi_squared: Array, weight: Array | None) -> Array:  # [B, L]
     """w_t = (1 - 2 π_t + Σ_a π(a)²) ρ_t²: the squared norm of the gradient of log π_t by the logits, weighted."""
     chex.assert_equal_shape([logp, sum_pi_squared])
-    each = 1.0 - 2.0 * jnp.exp(logp) + sum_pi_squared
-    return each if weight is None else each * jnp.square(weight)
+    norms = 1.0 - 2.0 * jnp.exp(logp) + sum_pi_squared
+    return norms if weight is None else norms * jnp.square(weight)
 
 
 def optimal_token_baseline(
@@ -158,25 +158,25 @@ def optimal_token_baseline(
     mask, (B, L) = jnp.asarray(mask), mask.shape
     returns = reinforce_plus_plus(reward, mask, gamma=1.0)
     length = jnp.sum(mask, axis=1, dtype=jnp.int32)
-    place = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1 if by_kept else jnp.broadcast_to(jnp.arange(L), mask.shape)
-    total = jnp.where(mask, jnp.cumsum(jnp.where(mask, energy, 0.0), axis=1), 0.0)
-    where = group[:, None] * L + jnp.maximum(place, 0)
+    column = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1 if by_kept else jnp.broadcast_to(jnp.arange(L), mask.shape)
+    cumulative = jnp.where(mask, jnp.cumsum(jnp.where(mask, energy, 0.0), axis=1), 0.0)
+    cells = group[:, None] * L + jnp.maximum(column, 0)
 
-    def summed(x: Array) -> Array:  # over the group, at each place
-        return jax.ops.segment_sum(x.reshape(-1), where.reshape(-1), num_segments=B * L)[where]
+    def sum_by_group(x: Array) -> Array:  # over the group, at each place
+        return jax.ops.segment_sum(x.reshape(-1), cells.reshape(-1), num_segments=B * L)[cells]
 
-    baseline = summed(returns * total) / (summed(total) + 1e-8)
+    baseline = sum_by_group(returns * cumulative) / (sum_by_group(cumulative) + 1e-8)
     longest = _group(jax.ops.segment_max, length, group)
-    alone = _group(jax.ops.segment_sum, (length == longest).astype(jnp.int32), group) == 1
-    second = _group(jax.ops.segment_max, jnp.where(length == longest, -1, length), group)  # -1 in a group of one
-    tail = ((length == longest) & alone)[:, None] & (place >= second[:, None])
-    return jnp.where(mask, returns - jnp.where(tail, 0.0, baseline), 0.0), returns
+    single = _group(jax.ops.segment_sum, (length == longest).astype(jnp.int32), group) == 1
+    second_length = _group(jax.ops.segment_max, jnp.where(length == longest, -1, length), group)  # -1 in a group of one
+    uncovered = ((length == longest) & single)[:, None] & (column >= second_length[:, None])
+    return jnp.where(mask, returns - jnp.where(uncovered, 0.0, baseline), 0.0), returns
 
 
 def _group(reduce: Callable[..., Array], x: Array, group: Array) -> Array:  # [B]
     """Reduces x over each group, for each of its members."""
-    whole: Array = reduce(x, group, num_segments=x.shape[0])[group]
-    return whole
+    reduced: Array = reduce(x, group, num_segments=x.shape[0])[group]
+    return reduced
 
 
 def _group_moments(score: Array, group: Array) -> tuple[Array, Array, Array]:  # three of [B]

@@ -26,7 +26,7 @@ def raw_weights(log_ratio: Array, mask: Array, *, level: str, segment: Array | N
     return jnp.where(mask, jnp.exp(jnp.clip(log_ratio, -FAR, FAR)), 0.0)
 
 
-def bounded(weight: Array, *, lower: float | None, upper: float) -> Array:
+def bound_weights(weight: Array, *, lower: float | None, upper: float) -> Array:
     """min(ρ, upper); with a lower bound too, ρ inside the band and 0 outside (IcePop)."""
     if lower is None:
         return jnp.minimum(weight, upper)
@@ -68,21 +68,21 @@ def keep(
     chex.assert_equal_shape([log_ratio, mask])
     d = jnp.clip(jnp.where(mask, log_ratio, 0.0), -FAR, FAR)
     statistics = {"k1": -d, "k2": 0.5 * jnp.square(d), "k3": jnp.expm1(d) - d}  # 0 outside the mask
-    over: dict[str, Callable[[Array], Array]] = {
+    aggregates: dict[str, Callable[[Array], Array]] = {
         "token": lambda x: x,
         "seq_sum": lambda x: _sums(x, mask, segment),
         "seq_mean": lambda x: _sums(x, mask, segment) / _lengths(mask, d.dtype, segment),
-        "seq_max": lambda x: _most(x, mask, segment),
+        "seq_max": lambda x: _largest(x, mask, segment),
     }
-    kept = jnp.asarray(mask)
+    passed = jnp.asarray(mask)
     for name, lower, upper in rules:
         level, kind = name.rsplit("_", 1)
-        aggregate = over[level](statistics[kind])
+        aggregate = aggregates[level](statistics[kind])
         if kind == "k1":
-            kept &= (aggregate >= jnp.log(lower)) & (aggregate <= jnp.log(upper))
+            passed &= (aggregate >= jnp.log(lower)) & (aggregate <= jnp.log(upper))
         else:
-            kept &= aggregate <= upper
-    return kept
+            passed &= aggregate <= upper
+    return passed
 
 
 def divergences(log_ratio: Array, mask: Array) -> dict[str, Array]:
@@ -92,14 +92,14 @@ def divergences(log_ratio: Array, mask: Array) -> dict[str, Array]:
     """
     chex.assert_equal_shape([log_ratio, mask])
     d = jnp.where(mask, log_ratio, 0.0)
-    near = jnp.clip(d, -FAR, FAR)
-    whole, some = jnp.clip(jnp.sum(d, axis=1), -FAR, FAR), jnp.any(mask, axis=1)
-    tokens, sequences = (jnp.maximum(jnp.sum(x, dtype=d.dtype), 1.0) for x in (mask, some))
+    clipped = jnp.clip(d, -FAR, FAR)
+    sequence_log_ratio, has_tokens = jnp.clip(jnp.sum(d, axis=1), -FAR, FAR), jnp.any(mask, axis=1)
+    tokens, sequences = (jnp.maximum(jnp.sum(x, dtype=d.dtype), 1.0) for x in (mask, has_tokens))
     return {
         "kl": masked_sum(-d, mask) / tokens,
-        "k3_kl": masked_sum(jnp.expm1(near) - near, mask) / tokens,
-        "chi2_token": masked_sum(jnp.exp(2.0 * near), mask) / tokens - 1.0,
-        "chi2_seq": masked_sum(jnp.exp(2.0 * whole), some) / sequences - 1.0,
+        "k3_kl": masked_sum(jnp.expm1(clipped) - clipped, mask) / tokens,
+        "chi2_token": masked_sum(jnp.exp(2.0 * clipped), mask) / tokens - 1.0,
+        "chi2_seq": masked_sum(jnp.exp(2.0 * sequence_log_ratio), has_tokens) / sequences - 1.0,
     }
 
 
@@ -121,7 +121,7 @@ def _sums(x: Array, mask: Array, segment: Array | None) -> Array:  # [B, 1], or 
     return jnp.sum(x, axis=1, keepdims=True) if segment is None else sequence_sum(x, mask, segment)
 
 
-def _most(x: Array, mask: Array, segment: Array | None) -> Array:
+def _largest(x: Array, mask: Array, segment: Array | None) -> Array:
     """Returns the largest kept entry of each sequence; -inf without any."""
     x = jnp.where(mask, x, -jnp.inf)
     return jnp.max(x, axis=1, keepdims=True) if segment is None else sequence_max(x, segment)

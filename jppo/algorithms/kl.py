@@ -94,15 +94,15 @@ def forward_kl_topk(
     logp, ref_logp = log_softmax(logits), log_softmax(ref_logits)
     if min_logp is not None:
         logp, ref_logp = jnp.maximum(logp, min_logp), jnp.maximum(ref_logp, min_logp)
-    there = largest(jax.lax.stop_gradient(ref_logits), topk)
-    return jnp.maximum(total(jnp.where(there, jnp.exp(ref_logp) * (ref_logp - logp), 0.0)), 0.0)
+    in_topk = largest(jax.lax.stop_gradient(ref_logits), topk)
+    return jnp.maximum(total(jnp.where(in_topk, jnp.exp(ref_logp) * (ref_logp - logp), 0.0)), 0.0)
 
 
 def with_gradient_of_k2(value: Array, logp: Array, ref_logp: Array) -> Array:
     """Returns the value with the gradient of k2: the meaning of a trailing `+`."""
     chex.assert_equal_shape([value, logp, ref_logp])
-    straight = k2(logp, ref_logp)
-    return straight - jax.lax.stop_gradient(straight) + jax.lax.stop_gradient(value)
+    k2_value = k2(logp, ref_logp)
+    return k2_value - jax.lax.stop_gradient(k2_value) + jax.lax.stop_gradient(value)
 
 
 def _plus(estimate: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:

@@ -36,10 +36,10 @@ def clipped(
     """
     chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
     ratio = jnp.exp(_log_ratio(logp, old_logp, mask))
-    free = -advantage * ratio
-    held = jnp.maximum(free, -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
+    unclipped = -advantage * ratio
+    pessimistic = jnp.maximum(unclipped, -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
     bound = jnp.where(advantage < 0, -advantage * clip_c, jnp.inf)
-    return jnp.minimum(held, bound), held > free, held > bound
+    return jnp.minimum(pessimistic, bound), pessimistic > unclipped, pessimistic > bound
 
 
 def gspo(
@@ -51,12 +51,12 @@ def gspo(
     """
     chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
     log_ratio = jnp.where(mask, logp - old_logp, 0.0)
-    whole = sequence_mean(jax.lax.stop_gradient(log_ratio), mask, segment)
-    none = log_ratio - jax.lax.stop_gradient(log_ratio)  # 0 with a gradient; first, so that it rounds nothing away
-    ratio = jnp.exp(jnp.minimum(whole + none, 10.0))
-    free = -advantage * ratio
-    held = -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    return jnp.maximum(free, held), held > free, jnp.zeros_like(mask)
+    sequence_log_ratio = sequence_mean(jax.lax.stop_gradient(log_ratio), mask, segment)
+    zero = log_ratio - jax.lax.stop_gradient(log_ratio)  # 0 with a gradient; first, so that it rounds nothing away
+    ratio = jnp.exp(jnp.minimum(sequence_log_ratio + zero, 10.0))
+    unclipped = -advantage * ratio
+    clipped_loss = -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return jnp.maximum(unclipped, clipped_loss), clipped_loss > unclipped, jnp.zeros_like(mask)
 
 
 def geo_mean(
@@ -70,11 +70,11 @@ def geo_mean(
     """
     chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
     log_ratio = jnp.where(mask, logp - old_logp, 0.0)
-    near = jnp.clip(log_ratio, -clip_low, clip_high)
+    clipped_log_ratio = jnp.clip(log_ratio, -clip_low, clip_high)
     sign = jnp.sign(advantage)
-    mean = sequence_mean(sign * jnp.minimum(sign * log_ratio, sign * near), mask, segment)
+    mean = sequence_mean(sign * jnp.minimum(sign * log_ratio, sign * clipped_log_ratio), mask, segment)
     loss = -sequence_mean(advantage, mask, segment) * jnp.exp(jnp.minimum(mean, FAR))
-    return loss, (log_ratio != near) & (advantage > 0), (log_ratio != near) & (advantage < 0)
+    return loss, (log_ratio != clipped_log_ratio) & (advantage > 0), (log_ratio != clipped_log_ratio) & (advantage < 0)
 
 
 def cispo(
@@ -131,9 +131,9 @@ def dppo_tv(
     The divergence is of Bernoulli variables: the token is sampled, or another one.
     """
     chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
-    moved = jnp.exp(jnp.where(mask, logp, 0.0)) - jnp.exp(jnp.where(mask, old_logp, 0.0))
-    inside = jnp.where(advantage > 0, moved <= clip_high, moved >= -clip_low)
-    return _in_trust_region(logp, old_logp, advantage, mask, inside, clip_c)
+    change = jnp.exp(jnp.where(mask, logp, 0.0)) - jnp.exp(jnp.where(mask, old_logp, 0.0))
+    inside = jnp.where(advantage > 0, change <= clip_high, change >= -clip_low)
+    return _truncated_reinforce(logp, old_logp, advantage, mask, inside, clip_c)
 
 
 def dppo_kl(
@@ -149,12 +149,13 @@ def dppo_kl(
     prob, old = jnp.exp(now), jnp.exp(before)
     divergence = old * (before - now) + (1.0 - old) * jnp.log((1.0 - old + 1e-8) / (1.0 - prob + 1e-8))
     up, down = (divergence <= clip_high) | (prob <= old), (divergence <= clip_low) | (prob >= old)
-    return _in_trust_region(logp, old_logp, advantage, mask, jnp.where(advantage > 0, up, down), clip_c)
+    return _truncated_reinforce(logp, old_logp, advantage, mask, jnp.where(advantage > 0, up, down), clip_c)
 
 
-def _in_trust_region(
+def _truncated_reinforce(
     logp: Array, old_logp: Array, advantage: Array, mask: Array, inside: Array, clip_c: float
 ) -> PolicyLoss:
+    """Returns -A sg[min(ρ, c)] log π for the tokens `inside` a trust region, 0 for the others."""
     ratio = jax.lax.stop_gradient(jnp.exp(_log_ratio(logp, old_logp, mask)))
     loss = -advantage * jnp.minimum(ratio, clip_c) * jnp.where(mask, logp, 0.0)
     return jnp.where(inside, loss, 0.0), ~inside, (ratio > clip_c) & inside
@@ -170,8 +171,8 @@ def clip_cov(
     """
     chex.assert_equal_shape([logp, old_logp, advantage, mask, segment, selected])
     ratio = jnp.exp(_log_ratio(logp, old_logp, mask, far=FARTHEST))
-    held = jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
-    return jnp.where(selected, 0.0, held), jnp.asarray(selected), jnp.zeros_like(mask)
+    pessimistic = jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
+    return jnp.where(selected, 0.0, pessimistic), jnp.asarray(selected), jnp.zeros_like(mask)
 
 
 def kl_cov(
@@ -197,15 +198,15 @@ def covariance(logp: Array, advantage: Array, mask: Array) -> Array:  # [B, L]
     """Returns each token's summand of the covariance; -∞ outside the mask."""
     chex.assert_equal_shape([logp, advantage, mask])
     tokens = jnp.maximum(jnp.sum(mask, dtype=logp.dtype), 1.0)
-    of_logp, of_advantage = (x - masked_sum(x, mask) / tokens for x in (logp, advantage))
-    return jnp.where(mask, of_logp * of_advantage, -jnp.inf)
+    logp_deviation, advantage_deviation = (x - masked_sum(x, mask) / tokens for x in (logp, advantage))
+    return jnp.where(mask, logp_deviation * advantage_deviation, -jnp.inf)
 
 
 def highest_covariance(logp: Array, advantage: Array, mask: Array, *, count: Array) -> Array:  # [B, L] bool
-    """Selects the `count` tokens of the highest covariance."""
+    """Marks the `count` tokens of the highest covariance."""
     chex.assert_rank(count, 0)
-    each = covariance(logp, advantage, mask)
-    return (_rank(-each) < count) & jnp.asarray(mask)
+    covariances = covariance(logp, advantage, mask)
+    return (_rank(-covariances) < count) & jnp.asarray(mask)
 
 
 def drawn_by_covariance(
@@ -217,20 +218,20 @@ def drawn_by_covariance(
     Tokens that the surrogate's own clip holds are not drawn.
     """
     chex.assert_rank(count, 0)
-    each = covariance(logp, advantage, mask)
+    covariances = covariance(logp, advantage, mask)
     ratio = jnp.exp(jnp.where(mask, logp - old_logp, 0.0))
-    held = -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) > -advantage * ratio
-    there = (each > low) & (each < high) & ~held
-    return (_rank(jnp.where(there, jax.random.uniform(key, mask.shape), jnp.inf)) < count) & there
+    is_clipped = -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) > -advantage * ratio
+    candidates = (covariances > low) & (covariances < high) & ~is_clipped
+    return (_rank(jnp.where(candidates, jax.random.uniform(key, mask.shape), jnp.inf)) < count) & candidates
 
 
 def _rank(x: Array) -> Array:  # of [B, L], i32
-    """Returns the place of each entry in ascending order."""
+    """Returns the rank of each entry among all, from 0, in ascending order."""
     flat = x.reshape(-1)
-    places = (
+    ranks = (
         jnp.zeros(flat.size, jnp.int32).at[jnp.argsort(flat, stable=True)].set(jnp.arange(flat.size, dtype=jnp.int32))
     )
-    return places.reshape(x.shape)
+    return ranks.reshape(x.shape)
 
 
 def clipped_value(value: Array, old_value: Array, returns: Array, *, cliprange_value: float) -> tuple[Array, Array]:
@@ -239,9 +240,9 @@ def clipped_value(value: Array, old_value: Array, returns: Array, *, cliprange_v
     L = ½ max((V - R)², (clip(V, V_old - c, V_old + c) - R)²), and where the clip is active.
     """
     chex.assert_equal_shape([value, old_value, returns])
-    near = jnp.clip(value, old_value - cliprange_value, old_value + cliprange_value)
-    free, held = jnp.square(value - returns), jnp.square(near - returns)
-    return 0.5 * jnp.maximum(free, held), held > free
+    clipped_prediction = jnp.clip(value, old_value - cliprange_value, old_value + cliprange_value)
+    error, clipped_error = jnp.square(value - returns), jnp.square(clipped_prediction - returns)
+    return 0.5 * jnp.maximum(error, clipped_error), clipped_error > error
 
 
 def token_weights(

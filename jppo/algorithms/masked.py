@@ -25,8 +25,8 @@ def moments(x: Array, mask: Array) -> Array:  # [3] f32
     """(n, mean, Σ (x - mean)²) of the kept entries."""
     n = jnp.sum(mask, dtype=x.dtype)
     # Relative to one of them, so that equal entries have exactly their own mean: whitening magnifies the remainder.
-    some = jax.lax.stop_gradient(jnp.where(n > 0, jnp.min(jnp.where(mask, x, jnp.inf)), 0.0))
-    mean = some + masked_sum(x - some, mask) / jnp.maximum(n, 1.0)
+    origin = jax.lax.stop_gradient(jnp.where(n > 0, jnp.min(jnp.where(mask, x, jnp.inf)), 0.0))
+    mean = origin + masked_sum(x - origin, mask) / jnp.maximum(n, 1.0)
     deviation = jnp.where(mask, x - mean, 0.0)  # before the square, whose gradient would be 0 * inf
     return jnp.stack([n, mean, jnp.sum(jnp.square(deviation))])
 
@@ -44,44 +44,44 @@ def whiten(x: Array, mask: Array) -> Array:
 
 
 def at_kept(x: Array, mask: Array) -> Array:  # [B] -> [B, L]
-    """x of each row at its kept entries, 0 elsewhere."""
+    """Puts the number x of each row at all its kept entries, 0 elsewhere."""
     chex.assert_equal_shape_prefix([x, mask], 1)
     return jnp.where(mask, jnp.asarray(x)[:, None], 0.0)
 
 
 def last(mask: Array) -> Array:  # [B, L] bool
-    """The last kept entry of each row."""
+    """Marks the last kept entry of each row."""
     chex.assert_rank(mask, 2)
-    behind = jnp.cumsum(mask[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
-    return jnp.asarray(mask) & (behind == 1)
+    remaining = jnp.cumsum(mask[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
+    return jnp.asarray(mask) & (remaining == 1)
 
 
 def ends(mask: Array) -> Array:  # [B, L] bool
-    """The last entry of each run of kept entries."""
+    """Marks the last entry of each run of kept entries."""
     chex.assert_rank(mask, 2)
     return jnp.asarray(mask) & ~jnp.pad(jnp.asarray(mask)[:, 1:], ((0, 0), (0, 1)))
 
 
-def moved(x: Array, mask: Array) -> Array:  # [B, L]
+def move_into_mask(x: Array, mask: Array) -> Array:  # [B, L]
     """Moves each entry outside the mask to the last kept entry before it, or else to the row's first kept entry."""
     chex.assert_equal_shape([x, mask])
     mask = jnp.asarray(mask)
 
-    def step(pending: jax.Array, now: Any) -> tuple[jax.Array, jax.Array]:  # all rows at one position
-        one, kept = now
-        whole = one + pending
-        return jnp.where(kept, 0.0, whole), jnp.where(kept, whole, 0.0)
+    def step(carried: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:  # all rows at one position
+        entry, in_mask = inputs
+        total = entry + carried
+        return jnp.where(in_mask, 0.0, total), jnp.where(in_mask, total, 0.0)
 
-    pending, placed = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), (jnp.asarray(x).T, mask.T), reverse=True)
+    carried, kept_entries = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), (jnp.asarray(x).T, mask.T), reverse=True)
     first = mask & (jnp.cumsum(mask, axis=1, dtype=jnp.int32) == 1)
-    return placed.T + at_kept(pending, first)
+    return kept_entries.T + at_kept(carried, first)
 
 
 def sequence_sum(x: Array, mask: Array, segment: Array) -> Array:  # [R, T]
     """Σ x over the kept entries of a sequence, at each of its entries."""
     chex.assert_equal_shape([x, mask, segment])
-    kept = jnp.where(mask, x, 0)
-    return jax.vmap(lambda x, s: jax.ops.segment_sum(x, s, num_segments=s.size + 1)[s])(kept, jnp.asarray(segment))
+    masked_x = jnp.where(mask, x, 0)
+    return jax.vmap(lambda x, s: jax.ops.segment_sum(x, s, num_segments=s.size + 1)[s])(masked_x, jnp.asarray(segment))
 
 
 def sequence_max(x: Array, segment: Array) -> Array:  # [R, T]

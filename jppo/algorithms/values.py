@@ -19,24 +19,24 @@ LEAST_VARIANCE = 1e-2  # as in the paper's code: equal returns must not magnify 
 SIGMA = 0.75  # of a target's Gaussian, in bin widths: the paper's
 
 
-def updated(stats: Array, returns: Array, mask: Array, *, decay: float) -> Array:  # [3]
+def update_statistics(stats: Array, returns: Array, mask: Array, *, decay: float) -> Array:  # [3]
     """Returns the statistics with a batch of returns added; the same ones if it is empty."""
     n, mean, squares = masked.moments(returns, mask)
-    old, new = stats[0] * decay, jnp.where(n > 0, 1.0 - decay, 0.0)
-    weight = old + new
-    share = new / jnp.maximum(weight, 1e-30)
-    between = mean - stats[1]
+    old_weight, new_weight = stats[0] * decay, jnp.where(n > 0, 1.0 - decay, 0.0)
+    weight = old_weight + new_weight
+    share = new_weight / jnp.maximum(weight, 1e-30)
+    difference = mean - stats[1]
     variance = (1.0 - share) * stats[2] + share * squares / jnp.maximum(n, 1.0)
-    variance += share * (1.0 - share) * jnp.square(between)
-    return jnp.where(n > 0, jnp.stack([weight, stats[1] + share * between, variance]), stats)
+    variance += share * (1.0 - share) * jnp.square(difference)
+    return jnp.where(n > 0, jnp.stack([weight, stats[1] + share * difference, variance]), stats)
 
 
-def denormalised(x: Array, stats: Array) -> Array:
+def denormalise(x: Array, stats: Array) -> Array:
     """Returns mean + std x; x itself before the first batch."""
     return jnp.where(stats[0] > 0, stats[1] + _std(stats) * x, x)
 
 
-def normalised(x: Array, stats: Array) -> Array:
+def normalise(x: Array, stats: Array) -> Array:
     """Returns (x - mean) / std; x itself before the first batch."""
     return jnp.where(stats[0] > 0, (x - stats[1]) / _std(stats), x)
 
@@ -57,10 +57,10 @@ def histogram_loss(logits: Array, returns: Array, span: tuple[float, float]) -> 
     The histogram of a return is a Gaussian around it, cut at the ends of the range (Imani & White, arXiv:1806.04613). A
     return outside the range has the histogram of the nearest end.
     """
-    inside, edges = jnp.clip(returns, *span), _edges(logits, span)
-    below = ndtr((edges - inside[..., None]) / (SIGMA * (edges[..., 1:2] - edges[..., :1])))
-    target = jnp.diff(below) / (below[..., -1:] - below[..., :1])
-    return -jnp.sum(target * jax.nn.log_softmax(logits), axis=-1), inside != returns
+    clipped, edges = jnp.clip(returns, *span), _edges(logits, span)
+    cumulative = ndtr((edges - clipped[..., None]) / (SIGMA * (edges[..., 1:2] - edges[..., :1])))
+    target = jnp.diff(cumulative) / (cumulative[..., -1:] - cumulative[..., :1])
+    return -jnp.sum(target * jax.nn.log_softmax(logits), axis=-1), clipped != returns
 
 
 def _edges(logits: Array, span: tuple[float, float]) -> Array:

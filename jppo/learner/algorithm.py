@@ -280,7 +280,7 @@ class Algorithm:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of the reward that it reads in place of the score."""
+        """The names of the parts of the reward that it reads in place of the score."""
         return names_of(self.reads, PART)
 
     @property

@@ -37,7 +37,7 @@ def flatten(
     parts: tuple[str, ...] = (),
     columns: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Batch:
-    """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding.
+    """Makes the flat batch of a step from graded trajectories: arrays [B, L] = `shape`, a row each, then padding rows.
 
     With `filter_truncated`, no token of a truncated response is trained on, but its score counts in its group.
     `has_earned`: rewards may be earned inside a response, and the batch has their array `earned`. `has_given`: texts of

@@ -45,7 +45,7 @@ def make_episodes(
     greedy = None if baseline is None else [r for r in baseline for _ in range(n)]
     group_size = np.bincount(group, minlength=len(group))[group]
 
-    def why_unusable(i: int) -> str | None:
+    def explain_unusable(i: int) -> str | None:
         if rewards[i].unusable is not None:
             return rewards[i].unusable
         if greedy is not None and greedy[i].unusable is not None:
@@ -55,7 +55,7 @@ def make_episodes(
     return Episodes(
         prompts=[prompt for prompt in prompts for _ in range(n)],
         trajectories=trajectories,
-        rewards=[dataclasses.replace(r, unusable=why_unusable(i)) for i, r in enumerate(rewards)],
+        rewards=[dataclasses.replace(r, unusable=explain_unusable(i)) for i, r in enumerate(rewards)],
         group=group,
         first=np.arange(len(trajectories), dtype=np.int32),
         greedy=None if greedy is None else np.array([0.0 if r.unusable else r.score for r in greedy], np.float32),

@@ -59,7 +59,7 @@ def correct_mismatch(settings: Correction, batch: Batch) -> tuple[Batch, dict[st
     weight = None
     if settings.level is not None:
         unbounded = correction.raw_weights(log_ratio, mask, level=settings.level)
-        weight = correction.bounded(unbounded, lower=settings.lower, upper=settings.upper)
+        weight = correction.bound_weights(unbounded, lower=settings.lower, upper=settings.upper)
         spread = correction.importance(weight, mask)
         metrics |= {
             "rollout_corr/rollout_is_mean": spread["mean"],
@@ -89,7 +89,7 @@ def make_bypass_correction(settings: Correction) -> Callable[..., tuple[Array, A
         if settings.level is None:
             return kept_mask, None
         unbounded = correction.raw_weights(log_ratio, mask, level=settings.level, segment=segment)
-        return kept_mask, correction.bounded(unbounded, lower=settings.lower, upper=settings.upper)
+        return kept_mask, correction.bound_weights(unbounded, lower=settings.lower, upper=settings.upper)
 
     return correct
 
@@ -117,6 +117,7 @@ def make_advantages(
     def advantages(
         batch: Batch, kl_coef: Array, value_norm: Array | None = None
     ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Corrects the mismatch, subtracts the KL from the scores, and estimates advantages and returns."""
         metrics = {} if bypass else mismatch(batch)
         arrays: dict[str, Any] = {**batch.arrays}
         arrays |= {"turn_ends": masked.ends(batch.mask)} if algorithm.by_turn else {}  # before tokens are rejected
@@ -129,7 +130,7 @@ def make_advantages(
             metrics |= correction_metrics
         mask, value, weight = batch.mask, batch.get("value"), batch.get("weight")
         if value is not None and value_norm is not None:
-            value = values.denormalised(value, value_norm)
+            value = values.denormalise(value, value_norm)
         if weight is not None and by_sequence:
             weight = geometric(weight, mask)
         scored = batch
@@ -153,8 +154,8 @@ def make_advantages(
         if value is not None:
             metrics |= value_metrics(value, returns, mask)
             if value_norm is not None and value_norm_decay is not None:
-                value_norm = values.updated(value_norm, returns, mask, decay=value_norm_decay)
-                returns = jnp.where(mask, values.normalised(returns, value_norm), 0.0)
+                value_norm = values.update_statistics(value_norm, returns, mask, decay=value_norm_decay)
+                returns = jnp.where(mask, values.normalise(returns, value_norm), 0.0)
         added = {"mask": mask, "weight": weight, "reward": reward, "advantage": advantage, "value_norm": value_norm}
         added["returns"] = None if value is None else returns
         if "positive" in algorithm.loss_reads:
@@ -201,7 +202,7 @@ def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array,
     """Returns the rewards of tokens [B, L] and of sequences [B], and metrics of what the policy sampled.
 
     r_t = -β KL_t + e_t, plus the rest of the score, s - Σ e, at the last token. Of the earned e, parts outside the mask
-    move (`masked.moved`). A sequence without a token has only its score.
+    move (`masked.move_into_mask`). A sequence without a token has only its score.
     """
     mask, graded = batch.mask, ~jnp.isnan(batch.score)
     score = jnp.where(graded, batch.score, 0.0)
@@ -209,7 +210,7 @@ def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array,
     has_tokens = jnp.any(mask, axis=1)
     total = jnp.where(has_tokens, jnp.sum(reward, axis=1), score)  # whose rounding does not depend on the places
     if "earned" in batch.arrays:
-        earned = masked.moved(batch["earned"], mask)
+        earned = masked.move_into_mask(batch["earned"], mask)
         reward = reward + earned - masked.at_kept(jnp.sum(earned, axis=1), masked.last(mask))
     sequence_penalty = jnp.sum(penalty, axis=1)
     if "given" in batch.arrays:

@@ -182,7 +182,7 @@ def load_trained(
     init: str | None = None,
     trunk: Params | None = None,
 ) -> Trained:
-    """Loads the model at `path` into its shards for training, or takes the weights of a loaded `trunk`.
+    """Loads the model at `path` for training, each device its shards, or takes the weights of a loaded `trunk`.
 
     `key` initialises weights that the files lack, or all if `init` (None: `model.init`) is 'random'.
     """

@@ -156,7 +156,7 @@ def clip_by_global_norm(limit: Any) -> optax.GradientTransformation:
 
 
 def at_rate(chain: Chain) -> Transformation:
-    """Applies each step's learning rate to the chain: `optax.inject_hyperparams` without a state."""
+    """Makes an optimizer whose `update` takes its learning rate: `optax.inject_hyperparams` without a state."""
 
     def update(
         updates: Params, state: Any, params: Params | None = None, *, learning_rate: Any, **extra: Any
@@ -188,7 +188,6 @@ def stochastic_rounding(inner: Transformation) -> Transformation:
     """
 
     def to_bf16(state: Any, params: Params, steps: Array) -> Any:
-        """Rounds the f32 leaves of the inner state."""
         numbers = iter(range(len(jax.tree.leaves(state))))
 
         def round_leaf(x: Any, _: Any) -> Any:

@@ -33,7 +33,7 @@ class PromptGroup:
 def prompt_groups(
     trajectories: Sequence[Trajectory], entries: Sequence[int], limits: tuple[int, int]
 ) -> list[PromptGroup]:
-    """Groups the trajectories that have entries by prompt.
+    """Groups trajectories by prompt, so that a row can hold a prompt once for several samples; skips empty ones.
 
     `limits` are attention's largest shared prompt and largest sample, in entries. A longer common
     beginning, such as an environment's opening text, is shared up to there. If a sample has more entries of its own,

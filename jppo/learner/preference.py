@@ -48,11 +48,11 @@ def make_slope(*, center: float) -> Slope:
     Scores are in the order of N chosen halves, then the N rejected ones.
     """
 
-    def loss(scores: Array, margin: Array) -> tuple[Array, Metrics]:
+    def mean_pair_loss(scores: Array, margin: Array) -> tuple[Array, Metrics]:
         chosen, rejected = _split_halves(scores)
         return _mean_and_metrics(bradley_terry(chosen, rejected, margin, center=center), chosen, rejected)
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+    return jax.jit(jax.value_and_grad(mean_pair_loss, has_aux=True))
 
 
 def make_dpo_slope(loss_type: str, *, beta: float) -> Slope:
@@ -61,7 +61,7 @@ def make_dpo_slope(loss_type: str, *, beta: float) -> Slope:
     The metrics are of the implicit reward, β (log π - log π_ref).
     """
 
-    def loss(logp: Array, reference: Array, tokens: Array) -> tuple[Array, Metrics]:
+    def mean_dpo_loss(logp: Array, reference: Array, tokens: Array) -> tuple[Array, Metrics]:
         ratio = logp - reference
         if loss_type == "ipo":
             losses = ipo(*_split_halves(ratio / jnp.maximum(tokens, 1.0)), beta=beta)
@@ -69,7 +69,7 @@ def make_dpo_slope(loss_type: str, *, beta: float) -> Slope:
             losses = dpo(*_split_halves(ratio), beta=beta)
         return _mean_and_metrics(losses, *_split_halves(beta * ratio))
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+    return jax.jit(jax.value_and_grad(mean_dpo_loss, has_aux=True))
 
 
 def _split_halves(scores: Array) -> tuple[Array, Array]:
@@ -90,7 +90,7 @@ def _mean_and_metrics(losses: Array, chosen: Array, rejected: Array) -> tuple[Ar
 
 
 def make_pullback(value: Value) -> Loss:
-    """Makes Σ g r over the rows' sequences for slopes g [B]; its gradient is their part of the loss gradient."""
+    """Makes the loss of the second pass: Σ g r over the rows' sequences for slopes g [B], with the loss's gradient."""
 
     def loss(params: Weights, rows: Rows, counts: Counts, slope: Array) -> tuple[Array, Outputs]:
         chex.assert_rank(slope, 1)

@@ -83,12 +83,12 @@ def _without_replay(rows: Rows) -> Rows:
 def make_router_load(model: Any, cfg: ModelConfig) -> Callable[[Weights, Rows], Array]:
     """Makes (policy, rows) -> tokens of the mask by layer and expert, [layers, E] f32."""
 
-    def load(params: Weights, rows: Rows) -> Array:
+    def count_tokens(params: Weights, rows: Rows) -> Array:
         sums = _run_trunk((model, cfg), params, rows, routed=True)[1].router
         assert sums is not None
         return sums.load
 
-    return load
+    return count_tokens
 
 
 def make_logprob(
@@ -168,6 +168,8 @@ def make_exact(
     """
 
     def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Scores, Array]:
+        """Runs policy and reference over rows; returns the policy's scores and the reference's log-probs."""
+
         def score_chunk(
             vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array, ref_logits: jax.Array
         ) -> tuple[jax.Array, ...]:

@@ -168,7 +168,7 @@ def optimizer_shardings(tx: optax.GradientTransformation, shapes: Params, shardi
 
 
 def axes_of(leaf_shape: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns the choices of a parameter's axes whose sizes are an optimizer leaf's shape; [] if none are."""
+    """Finds the parameter's axes that a leaf of its optimizer state may have, by equal sizes: all choices, or []."""
     candidates = itertools.combinations(range(len(shape)), len(leaf_shape))
     return [axes for axes in candidates if tuple(shape[axis] for axis in axes) == leaf_shape]
 

@@ -33,10 +33,7 @@ class Before:
     function: Any  # of jax.jit: (key, step, number of the mini-batch, arrays by name) -> [B, L]
 
     def __call__(self, model: Weights, mini: batch.Mini, key: Any, step: Any, number: int) -> batch.Mini:
-        """Computes the function's result over a mini-batch and adds it to the micro-batches, as the array `before`.
-
-        `number` is the mini-batch's in the step.
-        """
+        """Computes the function over a mini-batch, number `number` of the step, and adds the result as `before`."""
         data = mini.batch
         rows = [dataclasses.replace(micro.rows, dropout=None) for micro in mini.micros]  # it has no dropout
         assert data is not None

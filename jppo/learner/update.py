@@ -58,7 +58,8 @@ def make_actor_loss(
     With `by_token`, the outputs have the tokens' log-probs.
     """
 
-    def loss(params: Weights, scored: Scored, counts: Counts, reference: Weights | None) -> tuple[Array, Outputs]:
+    def actor_loss(params: Weights, scored: Scored, counts: Counts, reference: Weights | None) -> tuple[Array, Outputs]:
+        """Scores a micro-batch with the current policy, and returns its part of the loss, and metrics."""
         chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
         arrays, mask = scored.arrays, scored.rows.mask
         scores = score_rows(params, reference, scored.rows, arrays.get("ref_logprob"))
@@ -93,7 +94,7 @@ def make_actor_loss(
         stats |= stats_of(term_metrics)
         return total, Outputs(stats, {"logprob": scores.logprob} if by_token else {}, load)
 
-    return loss
+    return actor_loss
 
 
 def add_terms(
@@ -142,7 +143,7 @@ def make_critic_loss(
 ) -> Loss:
     """Makes the sum of the algorithm's terms of values; with `value_range`, `value` returns a histogram's logits."""
 
-    def loss(params: Weights, scored: Scored, counts: Counts) -> tuple[Array, Outputs]:
+    def critic_loss(params: Weights, scored: Scored, counts: Counts) -> tuple[Array, Outputs]:
         chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
         rows, output = scored.rows, value(params, scored.rows)
         prediction = output if value_range is None else values.histogram_value(output, value_range)
@@ -153,18 +154,18 @@ def make_critic_loss(
         sums["critic/vpred_mean"] = masked_sum(prediction, rows.mask) / counts.tokens
         return total, Outputs(stats_of(sums))
 
-    return loss
+    return critic_loss
 
 
 def make_imitation_loss(logprob: LogProb) -> Loss:
     """Makes the mean over tokens of -log π(target): supervised fine-tuning."""
 
-    def loss(params: Weights, rows: Rows, counts: Counts) -> tuple[Array, Outputs]:
+    def imitation_loss(params: Weights, rows: Rows, counts: Counts) -> tuple[Array, Outputs]:
         chex.assert_rank(rows.mask, 2)
         mean = -masked_sum(logprob(params, rows).logprob, rows.mask) / counts.tokens
         return mean, Outputs({"sft/loss": Stat(mean)})
 
-    return loss
+    return imitation_loss
 
 
 def groups_of(mesh: Mesh) -> int:
@@ -196,6 +197,8 @@ def make_accumulate(
     def accumulate(
         learned: Params, base: Base | None, carry: Carry, micro: Scored | Rows, counts: Counts, *further: Any
     ) -> tuple[Carry, Outputs]:
+        """Adds a micro-batch's gradient and loss to the sums in `carry`."""
+
         def gradient(micro: Scored | Rows) -> Any:
             def loss_of(learned: Params) -> tuple[Array, Outputs]:
                 return loss(join(learned, base), micro, counts, *further)
@@ -256,6 +259,7 @@ def make_apply(
     """
 
     def apply(params: Params, opt: Any, carry: Carry, step: Any, learns: Array) -> tuple[Params, Any, dict[str, Array]]:
+        """Takes an optimizer step with the summed gradient in `carry`, unless it is non-finite or empty."""
         chex.assert_rank(step, 0)
         grads, loss = without_groups(carry[0], params, shardings[0]), carry[1]
         lr = schedule(step)

@@ -45,7 +45,7 @@ class EpisodeView(View):
 
     @property
     def group(self) -> Array:
-        """Equal for the episodes of a prompt, i32, below N."""
+        """The number of each episode's group, equal for the episodes of a prompt, i32, below N."""
         return self._take("group")
 
     @property
@@ -116,7 +116,7 @@ class TokenView(View):
 
     @property
     def group(self) -> Array:
-        """Equal for the responses to a prompt, [B] i32."""
+        """The number of each response's group, equal for the responses to a prompt, [B] i32."""
         return self._take("group")
 
     @property
@@ -286,10 +286,7 @@ def _placeholder(name: str) -> Any:
 
 
 def record(call: Callable[[Callable[[str], Any]], Any], shapes: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
-    """Traces `call(take)`, where take(name) reads an array; returns the names read, in order, and the result's shapes.
-
-    `shapes` has the shapes of arrays that have no placeholder.
-    """
+    """Traces `call(take)`, where take(name) reads an array; returns the names read and the result's shape."""
     names: dict[str, None] = {}
 
     def take(name: str) -> Any:

@@ -42,10 +42,7 @@ def columns_of(run: "Run", episodes: Episodes) -> dict[str, np.ndarray]:
 def call_host_functions(
     run: "Run", number: int, samples: StepSamples, rewards: list[Reward], data: Batch, taken: Collection[str]
 ) -> tuple[Cursor, dict[str, float]]:
-    """Calls `update` and `listen`; returns the position in the data after the step, and metrics of `listen`.
-
-    `taken` are names of the step's metrics, which `listen` may not use.
-    """
+    """Calls `update` and `listen`; returns the new position in the data and the metrics of `listen`, not in `taken`."""
     algorithm = run.learner.recipe.algorithm
     step = None
     if algorithm.update is not None or algorithm.listen is not None:

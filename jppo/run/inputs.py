@@ -20,7 +20,7 @@ from jppo.run.make import make_algorithm, read_models_of_run
 from jppo.run.tokenizer import read_tokenizer
 from jppo.samples.make import prompts_per_batch, require_given
 from jppo.settings import Loop, Settings, parts, template_arguments
-from jppo.settings.texts import by_source
+from jppo.settings.texts import addresses_by_source
 
 if TYPE_CHECKING:
     from jppo.agent.make import Agent
@@ -119,7 +119,7 @@ def _with_memory(c: Settings, train: PromptSet) -> PromptSet:
 
 def _require_teachers(url: str, sources: Set[str]) -> None:
     """Raises UserError unless the addresses by data source in `ref.url` are those of the training data."""
-    teachers = set(by_source(url))
+    teachers = set(addresses_by_source(url))
     if teachers <= {""}:
         return
     if lacking := sources - teachers:

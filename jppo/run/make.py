@@ -55,7 +55,7 @@ def read_models_of_run(c: Settings, *, weights: bool = True) -> Configs:
 def read_models(c: Loop, *, with_critic: bool, with_reference: bool, weights: bool = True) -> Configs:
     """Reads the configs of the policy, and of critic and reference if wanted; checks the headers of their `weights`."""
 
-    def read(path: str, head: Head, init: str) -> ModelConfig:
+    def read_config(path: str, head: Head, init: str) -> ModelConfig:
         _, cfg = hf.read_config(path, longest=c.data.longest_row)
         if head == "value":
             cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins or 1, value_head_std=c.critic.value_head_std)
@@ -63,11 +63,11 @@ def read_models(c: Loop, *, with_critic: bool, with_reference: bool, weights: bo
             hf.check_weights(path, cfg, head=head)
         return cfg
 
-    policy = read(c.model.path, "lm", c.model.init)
-    critic = read(path_of_critic(c), "value", critic_init(c)) if with_critic else None
+    policy = read_config(c.model.path, "lm", c.model.init)
+    critic = read_config(path_of_critic(c), "value", critic_init(c)) if with_critic else None
     if not with_reference:
         return policy, critic, None
-    reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm", "pretrained")
+    reference = policy if c.ref.path == "policy" else read_config(c.ref.path, "lm", "pretrained")
     if reference.vocab_size != policy.vocab_size:
         raise UserError(
             f"ref.path={c.ref.path}: a reference has the policy's vocabulary, {policy.vocab_size} tokens, and this one"
@@ -208,10 +208,7 @@ def plan_mini_batches(c: Loop, mesh: Any, policy: ModelConfig, steps: int, sizes
 
 
 def replayed_experts(c: Loop, policy: ModelConfig) -> tuple[int, int] | None:
-    """Returns (layers, active experts of a token) if the engine's choice of experts is replayed, else None.
-
-    Raises UserError for a model without experts.
-    """
+    """Returns (layers, active experts of a token) if the engine's experts are replayed; UserError without experts."""
     if not c.rollout.routing_replay:
         return None
     if policy.experts is None:
@@ -291,10 +288,7 @@ def load_learner(
     c: Loop, inputs: ModelConfigs, mesh: Any, recipe: ppo.Recipe, plan: packing.Plan, maker: Maker = LOADED, *,
     warmup: int = 0, kl_coef: float = 0.0,
 ) -> tuple[Learner, TrainState]:  # fmt: skip
-    """Loads the models and makes their passes; returns the learner and its initial state.
-
-    `warmup` is the number of first steps in which the policy is not updated.
-    """
+    """Loads the models and makes their passes; `warmup` is the number of first steps without the policy's update."""
     passes, seed, steps = make_passes(c, recipe, inputs, mesh), c.trainer.seed, inputs.total_steps
     policy, value = load_models(c, inputs, mesh, seed, maker)
     actor, policy_opt = make_trainable(c.actor, "actor", passes.actor, policy, steps - warmup, maker)
@@ -342,7 +336,7 @@ def load_models(
 
 
 def begin_further_state(c: Loop, inputs: ModelConfigs, learner: Learner, seed: int) -> TrainState:
-    """Makes the initial state of further trained weights for a learner's programs; frozen bases are shared."""
+    """Makes the initial state of another set of trained weights, which shares a learner's programs and frozen bases."""
     bases = learner.actor.base, None if learner.critic is None else learner.critic.base
     policy, value = load_models(c, inputs, learner.mesh, seed, bases=bases)
     init_opt = functools.partial(begin_optimizer, c, inputs, learner)

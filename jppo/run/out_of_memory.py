@@ -43,7 +43,7 @@ def memory_explained(c: Training, *, hosts: int = 1) -> Iterator[None]:
 
 
 def _advise(c: Training, hosts: int) -> str:
-    """Returns the first changes that fit, or those to try; and that other programs may hold the memory."""
+    """Returns an error's remedy: settings that fit, found by compiling the run with less, or settings to try."""
     from jppo.preflight import memory_budget, preview
     from jppo.rollout.make import with_servers
     from jppo.run.inputs import read_inputs

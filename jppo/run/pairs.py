@@ -65,7 +65,8 @@ def train_on_pairs(
     def slope_of(model: Trainable, params: Params, pairs: PairSet, indices: Sequence[int], rows: list[Rows]) -> Any:
         return task.slope(score_pairs(task, model, params, rows, len(indices)), *loss_inputs(task, pairs, indices))
 
-    def draw(model: Trainable, params: Params, indices: np.ndarray) -> supervised.ExampleBatch:
+    def draw_pairs(model: Trainable, params: Params, indices: np.ndarray) -> supervised.ExampleBatch:
+        """Packs the pairs of a step and scores them, for the second pass with the slope of their loss."""
         batch_pairs = [task.pairs.pairs[i] for i in indices]
         rows = pack_pairs(task, batch_pairs)
         (_, metrics), slope = slope_of(model, params, task.pairs, [*indices], rows)
@@ -76,7 +77,7 @@ def train_on_pairs(
             metrics={f"{task.name}/{name}": float(value) for name, value in metrics.items()},
         )
 
-    def test(model: Trainable, params: Params) -> dict[str, float]:
+    def test_held_out(model: Trainable, params: Params) -> dict[str, float]:
         pairs, sums = task.held_out.pairs, {"loss": 0.0, "accuracy": 0.0}
         for batch_pairs in pair_blocks(c, len(pairs)):
             rows = pack_pairs(task, [pairs[i] for i in batch_pairs])
@@ -94,8 +95,8 @@ def train_on_pairs(
         columns=columns,
         opening=f"pairs             {_describe_count(task.pairs)}; held out {_describe_count(task.held_out)}",
         begin=None if begin is None else lambda model, params: begin(task, model, params),
-        draw=draw,
-        test=test,
+        draw=draw_pairs,
+        test=test_held_out,
         test_freq=c.trainer.test_freq,
         changes=task.changes,
     )
@@ -135,7 +136,7 @@ def dry_run_of_pairs(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairT
     from jppo.preflight import preview
     from jppo.preflight.checks import dry_run_of_one_model
 
-    def describe(task: PairTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
+    def describe_run(task: PairTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
         lines = [
             f"pairs            {_describe_count(task.pairs)}",
             f"held out         {_describe_count(task.held_out)}",
@@ -146,7 +147,7 @@ def dry_run_of_pairs(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairT
         ]
         return lines, {f"{task.name} gradient": micro_batches, f"{task.name} step": 1, "scores": micro_batches}
 
-    return dry_run_of_one_model(c, request, prepare, _estimate, describe, head=HEADS[type(c)])
+    return dry_run_of_one_model(c, request, prepare, _estimate, describe_run, head=HEADS[type(c)])
 
 
 def _estimate(c: Paired, task: PairTask) -> tuple["Estimate", int]:

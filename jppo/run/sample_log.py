@@ -171,7 +171,7 @@ def quantities(data: Batch, chosen: Sequence[int], value_norm: Any, *, bypass: b
 
     value, old_logprob = select(data.get("value")), data.get("old_logprob")
     if value is not None and value_norm is not None:
-        value = np.asarray(values.denormalised(value, np.asarray(value_norm)))
+        value = np.asarray(values.denormalise(value, np.asarray(value_norm)))
     arrays = {
         "reward": select(data.get("reward")),
         "value": value,
@@ -189,7 +189,7 @@ def records(
     arrays_by_name: dict[str, np.ndarray],
     split: Callable[[list[int]], list[str]],
 ) -> list[dict[str, Any]]:
-    """Returns a row per chosen response: a list per field, with an entry per token; None where it is not trained on.
+    """Returns the token records of the chosen responses: in each, a list for every array, None where not trained on.
 
     `sample` is the response's line in samples/step_STEP.jsonl, from 0. A given response has no log-ratio to the engine.
     """

@@ -181,12 +181,13 @@ def _make_method(run: SupervisedRun) -> loop.Method:
     c, objective = run.c, run.objective
     last_batch: list[ExampleBatch] = []  # the last step's, for the check before a save
 
-    def step(now: Progress) -> Progress:
+    def step_on_batch(now: Progress) -> Progress:
         after, batch = take_step(run, now)
         last_batch[:] = [batch]
         return after
 
-    def save(now: Progress, _: dict[str, float], ended_by: BaseException | None) -> None:
+    def save_checked(now: Progress, _: dict[str, float], ended_by: BaseException | None) -> None:
+        """Writes a checkpoint; raises NonFinite if the model gives non-finite numbers for the last batch."""
         meta = run.origin | now.place
         if now.unlogged is not None and not int(now.state.bad_steps):
             meta["pending"] = now.unlogged | run.timer.next_step()
@@ -197,18 +198,18 @@ def _make_method(run: SupervisedRun) -> loop.Method:
             spare = spare_rows(**{"policy" if objective.head == "lm" else "value": run.trainable})
             run.checkpoints.save(now.step, remove_padding(now.state, spare), meta)
 
-    def test(now: Progress) -> dict[str, float]:
+    def test_model(now: Progress) -> dict[str, float]:
         if objective.test is None:
             return {}
         return objective.test(run.trainable, params_and_optimizer(objective, now.state)[0])
 
     return loop.Method(
-        step=step,
+        step=step_on_batch,
         finish=lambda now: _require_learned(objective.name, now, c),
-        test=test,
+        test=test_model,
         test_freq=objective.test_freq,
         require_progress=lambda _: None,
-        save=save,
+        save=save_checked,
         remedy=_remedy(c),
     )
 

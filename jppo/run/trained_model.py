@@ -116,6 +116,7 @@ def policy_of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, d
     parts: dict[str, Any] = {}
 
     def make_template(meta: dict[str, Any]) -> Params:
+        """Returns the shapes of the policy in a checkpoint by its metadata, and puts what else it finds in `parts`."""
         settings = meta.get("config", {})
         source = settings.get("model.path") if base is None else base
         if not source:

@@ -126,13 +126,13 @@ def make_given(c: Settings, tokenizer: Any, end_tokens: Sequence[int]) -> Give |
     ends = () if c.rollout.ignore_eos else (end_tokens[0] if end_token is None else end_token, *end_tokens)
     read = functools.partial(decode, tokenizer)
 
-    def give(prompt: Prompt) -> list[Trajectory]:
+    def give_responses(prompt: Prompt) -> list[Trajectory]:
         given = texts(prompt)
         tokenised = encode_all(tokenizer, given, max_length=limit, add_special_tokens=False) if given else []
         answers = [answer_of(ids, limit=limit, stop=c.rollout.stop_texts, ends=ends, decode=read) for ids in tokenised]
         return [respond(prompt, answer, text=read(answer.tokens)) for answer in answers]
 
-    return give
+    return give_responses
 
 
 def fingerprint_graders(c: Settings) -> dict[str, Any]:

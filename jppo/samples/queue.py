@@ -366,7 +366,7 @@ class SampleQueue:
         return StepRequest(step, version, indices, after, tuple(all_draws), set(left), restored=bool(saved_responses))
 
     def _wait_for_all(self, step: int) -> list[tuple[StepRequest, int]]:
-        """Returns the groups of the step, one after another, so that a response costs no look at all of them."""
+        """Waits for all groups of a step, one after another, and returns them."""
         [request] = [request for request in self._queue.queue if request.step == step]
         groups = sorted(request.left)
         for group in groups:
@@ -416,6 +416,7 @@ class SampleQueue:
     def _wait_for_rewards(
         self, samples: Sequence[tuple[Draws, int]], greedy_draws: Sequence[tuple[Draws, int]]
     ) -> tuple[list[Reward], list[Reward] | None]:
+        """Waits for the rewards of samples and, where there are any, of greedy responses, on all hosts."""
         rewards = trajectories.rewards_of_all(self._hosts, lambda: rewards_of(samples))
         if not self._c.greedy:
             return rewards, None

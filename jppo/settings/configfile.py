@@ -26,7 +26,7 @@ from jppo.errors import UserError, faults_of, one_line, raise_faults
 from jppo.registry import did_you_mean
 from jppo.settings import parts, rules_rollout, rules_training
 from jppo.settings.options import EXTENSION, PREFIX
-from jppo.settings.setting import no_setting, settings_by_name, settings_meant
+from jppo.settings.setting import explain_unknown_setting, settings_by_name, settings_meant
 from jppo.settings.table import (
     TABLE,
     Common,
@@ -48,20 +48,20 @@ SCHEME = "jppo://"
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "configs"  # of the package: in a checkout a link to configs/
 
 
-def _read_configfile(named: str) -> ml_collections.ConfigDict:
+def _read_configfile(spec: str) -> ml_collections.ConfigDict:
     """Returns the settings from get_config() of FILE or FILE:ARGUMENT, locked."""
-    file, _, argument = named.partition(":")
+    file, _, argument = spec.partition(":")
     if not is_file(file):
-        raise UserError(f"--config={named}: no such file; jppo's own are {SCHEME}NAME, as jppo://gsm8k is")
+        raise UserError(f"--config={spec}: no such file; jppo's own are {SCHEME}NAME, as jppo://gsm8k is")
     get_config = functions(file).get("get_config")
     if not callable(get_config):
-        raise UserError(f"--config={named}: the file has no get_config(); write one that returns the settings")
+        raise UserError(f"--config={spec}: the file has no get_config(); write one that returns the settings")
     code = getattr(get_config, "__code__", None)
     if argument and code is not None and code.co_argcount == 0:
         raise UserError(
-            f"--config={named}: this config takes no argument; settings are given as --config.SECTION.NAME=VALUE"
+            f"--config={spec}: this config takes no argument; settings are given as --config.SECTION.NAME=VALUE"
         )
-    config = explained(file, get_config, *([argument] if argument else []))
+    config = call_user_code(file, get_config, *([argument] if argument else []))
     _check_names(config, file)
     return config.lock()
 
@@ -75,13 +75,13 @@ def is_file(path: str) -> bool:
 
 
 def functions(file: str) -> dict[str, Any]:
-    """Returns the functions that a Python file defines."""
-    defined: dict[str, Any] = explained(file, runpy.run_path, file)
+    """Runs a user's Python file; returns the functions and other names that it defines."""
+    defined: dict[str, Any] = call_user_code(file, runpy.run_path, file)
     return defined
 
 
-def explained(file: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls into a user's file; its errors become one line with the place."""
+def call_user_code(file: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function of a user's file; an exception becomes a UserError of one line with its place in the file."""
     try:
         return call(*args, **kwargs)
     except UserError:
@@ -94,7 +94,7 @@ def explained(file: str, call: Callable[..., Any], *args: Any, **kwargs: Any) ->
         text = " ".join(str(e.args[0] if e.args else e).split())
         missing = re.search(r"""Key "(\w+)" does not exist""", text)  # ml_collections
         reason = (
-            no_setting(missing[1], re.findall(r"\w+", text[missing.end() :]), TABLE)
+            explain_unknown_setting(missing[1], re.findall(r"\w+", text[missing.end() :]), TABLE)
             if missing
             else f"{type(e).__name__}: {text:.300}"
         )
@@ -110,8 +110,8 @@ def _check_names(config: Any, file: str) -> None:
     table = dict(settings_by_name(kind_of(config)))
     values = {name: value for name, value in by_name(config).items() if not name.startswith(PREFIX)}
     for name in sorted(table.keys() ^ values.keys()):
-        fault = "is missing" if name in table else "is no setting"
-        raise UserError(f"{file}: {name} {fault}; start from jppo.settings.default() and change values only")
+        problem = "is missing" if name in table else "is no setting"
+        raise UserError(f"{file}: {name} {problem}; start from jppo.settings.default() and change values only")
     for name, value in values.items():
         expected = table[name].type
         integer = expected is float and type(value) is int
@@ -150,8 +150,8 @@ def cpu_dtype(cpuinfo: str = "/proc/cpuinfo") -> str:
     """Returns "bfloat16" where this machine's CPU has instructions for its products, otherwise "float32"."""
     text = pathlib.Path(cpuinfo).read_text(errors="replace") if pathlib.Path(cpuinfo).is_file() else ""
     features = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    known = set(features[1].split()) if features else set()
-    return "bfloat16" if known & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
+    cpu_features = set(features[1].split()) if features else set()
+    return "bfloat16" if cpu_features & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
 
 
 class Parser(argparse.ArgumentParser):
@@ -186,50 +186,50 @@ def parse(
     Unless it `needs_file`, a command without --config starts from the defaults. With `describes` it also has the
     switches of --dry_run for a described machine.
     """
-    given = flags.FlagValues()  # type: ignore[no-untyped-call]
+    flag_values = flags.FlagValues()  # type: ignore[no-untyped-call]
     argv = [locate(word) for word in argv]
-    named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
-    flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=given)
+    specs = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
+    flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=flag_values)
     if describes:
-        flags.DEFINE_string("machine", None, "a machine that --dry_run compiles for", flag_values=given)
-        flags.DEFINE_string("json", "", "a file for the account of --dry_run", flag_values=given)
-        flags.DEFINE_float("rollout_tokens_per_s", 0.0, "tokens/s of all rollout engines", flag_values=given)
+        flags.DEFINE_string("machine", None, "a machine that --dry_run compiles for", flag_values=flag_values)
+        flags.DEFINE_string("json", "", "a file for the account of --dry_run", flag_values=flag_values)
+        flags.DEFINE_float("rollout_tokens_per_s", 0.0, "tokens/s of all rollout engines", flag_values=flag_values)
     if "--help" in argv or "-h" in argv:
         print(f"{about}\nSettings and their defaults:\n{help_text(defaults)}")
         sys.exit(0)
     if "--config" in argv:
         raise UserError("--config is given without a file; name it behind a =, as in --config=configs/quickstart.py")
-    if (needs_file or named) and (len(named) != 1 or not named[0]):
-        raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
-    config = _read_configfile(named[0]) if named else defaults
+    if (needs_file or specs) and (len(specs) != 1 or not specs[0]):
+        raise UserError(f"--config is given {len(specs)} times; name one file, as in --config=configs/quickstart.py")
+    config = _read_configfile(specs[0]) if specs else defaults
     if set(config) != set(defaults):
         raise UserError(
-            f"--config={named[0]} is a config of {training_command(config)}; name one of {training_command(defaults)}"
+            f"--config={specs[0]} is a config of {training_command(config)}; name one of {training_command(defaults)}"
         )
     options = [word for word in argv if word.startswith(f"--config.{PREFIX}")]
     argv = [word for word in argv if not word.startswith("--config=") and word not in options]
-    named = [word.partition("=")[0].removeprefix("--config.") for word in argv if word.startswith("--config.")]
-    raise_faults(faults_of(functools.partial(_check_known, name, config) for name in named))
+    specs = [word.partition("=")[0].removeprefix("--config.") for word in argv if word.startswith("--config.")]
+    raise_faults(faults_of(functools.partial(_check_known, name, config) for name in specs))
     try:  # reads the overrides at once
-        config_flags.DEFINE_config_dict("config", config, flag_values=given, sys_argv=["jppo", *argv])
-        rest = given(["jppo", *argv])[1:]
+        config_flags.DEFINE_config_dict("config", config, flag_values=flag_values, sys_argv=["jppo", *argv])
+        unknown = flag_values(["jppo", *argv])[1:]
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
-        raise UserError(_explain(e, by_name(config))) from e
-    if rest:
-        raise UserError(_no_option(rest[0], by_name(config)))
-    config = given["config"].value
+        raise UserError(_explain_parse_error(e, by_name(config))) from e
+    if unknown:
+        raise UserError(_describe_unknown_word(unknown[0], by_name(config)))
+    config = flag_values["config"].value
     _set_options(config, options)
-    return config, {name: given[name].value for name in given if name in SWITCHES}
+    return config, {name: flag_values[name].value for name in flag_values if name in SWITCHES}
 
 
 def _set_options(config: ml_collections.ConfigDict, words: list[str]) -> None:
     """Sets --config.algorithm.options.NAME=VALUE by the types that the extension gives; `typed` checks them."""
     if words and "algorithm" not in config:
-        raise UserError(no_setting("algorithm", config.keys(), by_name(config)))
+        raise UserError(explain_unknown_setting("algorithm", config.keys(), by_name(config)))
     try:
-        known = parts.options_of(config.algorithm.extension) if words and config.algorithm.extension else {}
+        option_types = parts.options_of(config.algorithm.extension) if words and config.algorithm.extension else {}
     except UserError:  # which `typed` raises
-        known = {}
+        option_types = {}
     for word in words:
         name, equals, text = word.removeprefix(f"--config.{PREFIX}").partition("=")
         if not equals or not name.isidentifier():
@@ -239,7 +239,7 @@ def _set_options(config: ml_collections.ConfigDict, words: list[str]) -> None:
         with config.algorithm.options.unlocked() as options:
             if name in options:  # a ConfigDict would cast the value to the type of the former one
                 del options[name]
-            options[name] = known[name].read(text) if name in known else text
+            options[name] = option_types[name].read(text) if name in option_types else text
 
 
 def _check_known(name: str, config: ml_collections.ConfigDict) -> None:
@@ -248,29 +248,29 @@ def _check_known(name: str, config: ml_collections.ConfigDict) -> None:
     for part in name.split("."):
         if not isinstance(node, ml_collections.ConfigDict) or part not in node:
             siblings = node.keys() if hasattr(node, "keys") else []
-            raise UserError(no_setting(part, siblings, by_name(config)))
+            raise UserError(explain_unknown_setting(part, siblings, by_name(config)))
         node = node[part]
     if isinstance(node, ml_collections.ConfigDict):
         first = next(iter(node), "NAME")
         raise UserError(f"--config.{name} is a section; name a setting of it, as in --config.{name}.{first}")
 
 
-def _no_option(word: str, known: Collection[str]) -> str:
-    """Makes the error about a word that is no option, with the setting that it may mean."""
+def _describe_unknown_word(word: str, names: Collection[str]) -> str:
+    """Returns the text of an error about a word that is no option, with the setting that it may mean."""
     name = word.lstrip("-").partition("=")[0]
-    meant = [name] if name in known else settings_meant(name, known)
-    way = " or ".join(f"--config.{setting}=VALUE" for setting in meant[:3]) or "--config.SECTION.NAME=VALUE"
-    return f"{word!r} is not understood; settings are given as {way}"
+    meant = [name] if name in names else settings_meant(name, names)
+    remedy = " or ".join(f"--config.{setting}=VALUE" for setting in meant[:3]) or "--config.SECTION.NAME=VALUE"
+    return f"{word!r} is not understood; settings are given as {remedy}"
 
 
-def _explain(error: Exception, known: Collection[str]) -> str:
+def _explain_parse_error(error: Exception, names: Collection[str]) -> str:
     """Rewrites an error of absl or ml_collections as one line of value, rule and remedy."""
     if isinstance(error, flags.UnrecognizedFlagError):
-        return _no_option(f"--{error.flagname}", known)
+        return _describe_unknown_word(f"--{error.flagname}", names)
     text = " ".join(str(error.args[0] if error.args else error).replace('"', "'").split())
-    typed = re.match(r"flag (--config\.([\w.]+)=.*?): ", text)
-    if typed:
-        return f"{typed[1]} must be of type {TABLE[typed[2]].type.__name__}, as {TABLE[typed[2]].default!r} is"
+    mistyped = re.match(r"flag (--config\.([\w.]+)=.*?): ", text)
+    if mistyped:
+        return f"{mistyped[1]} must be of type {TABLE[mistyped[2]].type.__name__}, as {TABLE[mistyped[2]].default!r} is"
     return text
 
 
@@ -278,7 +278,7 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Wraps a command: a UserError becomes one line on stderr and exit code 2."""
 
     @functools.wraps(main)
-    def command(*args: Any, **kwargs: Any) -> None:
+    def run_main(*args: Any, **kwargs: Any) -> None:
         try:
             main(*args, **kwargs)
         except UserError as e:
@@ -290,7 +290,7 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
             print(one_line(UserError(f"{e.filename}: {e.strerror}; name another path")), file=sys.stderr)
             sys.exit(2)
 
-    return command
+    return run_main
 
 
 def help_text(config: ml_collections.ConfigDict) -> str:
@@ -323,7 +323,7 @@ def typed(
     if not isinstance(config, ml_collections.ConfigDict):
         return config
     settings = sections(config, kind)
-    raise_faults(_faults(by_name(config), settings, training=training))
+    raise_faults(_list_faults(by_name(config), settings, training=training))
     if not isinstance(settings, Settings):
         return settings
     with_options = {"algorithm.options": parts.options(settings)} if training else {}
@@ -335,7 +335,7 @@ def check(config: ml_collections.ConfigDict | Common, *, training: bool = True) 
     if isinstance(config, ml_collections.ConfigDict):
         typed(config, kind_of(config), training=training)
     else:
-        raise_faults(_faults(by_name(config), config, training=training))
+        raise_faults(_list_faults(by_name(config), config, training=training))
 
 
 def _with_preset(config: Settings) -> Settings:
@@ -349,42 +349,43 @@ def _with_preset(config: Settings) -> Settings:
     values, changes = by_name(config), dict[str, object]({"algorithm.rollout_correction": ""})
     for leaf, new in vars(PRESETS[name]).items():
         setting = "actor.loss_mode" if leaf == "loss_mode" else f"algorithm.{leaf}"
-        given, usual = values[setting], TABLE[setting].default
+        value, usual = values[setting], TABLE[setting].default
         if not new and leaf == "loss_mode":
             continue
-        if given in (usual, new):
+        if value in (usual, new):
             changes[setting] = new
         elif leaf not in THRESHOLDS or new == "":
             raise UserError(
-                f"{setting}={given!r}: algorithm.rollout_correction={name!r} sets it to {new!r}; leave it at {usual!r},"
+                f"{setting}={value!r}: algorithm.rollout_correction={name!r} sets it to {new!r}; leave it at {usual!r},"
                 " or set the correction without a preset"
             )
     return changed(config, changes)
 
 
-def _faults(values: dict[str, Any], config: Common, *, training: bool) -> list[str]:
-    """Returns the faults of single values, then those between valid values."""
-    wrong, table = dict[str, list[str]](), dict(settings_by_name(type(config)))
+def _list_faults(values: dict[str, Any], config: Common, *, training: bool) -> list[str]:
+    """Returns all faults of settings as texts: of single values, then of rules between valid values."""
+    invalid, table = dict[str, list[str]](), dict(settings_by_name(type(config)))
     for name, value in values.items():
         if faults := faults_of([functools.partial(_check_value, table, name, value)]):
-            wrong[name] = faults
-    known = [name for name in values if name in table]
-    read = [name for name in known if training or not table[name].only.startswith("rollout.name")]
+            invalid[name] = faults
+    names = [name for name in values if name in table]
+    read_names = [name for name in names if training or not table[name].only.startswith("rollout.name")]
     checks: list[Callable[[], object]] = [
-        functools.partial(_check_read, name, values) for name in read if name not in wrong
+        functools.partial(_check_read, name, values) for name in read_names if name not in invalid
     ]
-    mended = changed(config, {name: table[name].default for name in known if name in wrong})
-    expanded = mended
-    if isinstance(mended, Settings):
+    valid = changed(config, {name: table[name].default for name in names if name in invalid})
+    with_preset = valid
+    if isinstance(valid, Settings):
         with contextlib.suppress(UserError):
-            expanded = _with_preset(mended)
-        checks.append(functools.partial(_with_preset, mended))
-    between = faults_of([*checks, *_rules(expanded, training=training)])
-    of_wrong = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)" for name in wrong) or "(?!)")
-    return [*itertools.chain(*wrong.values()), *(fault for fault in between if not of_wrong.search(fault))]
+            with_preset = _with_preset(valid)
+        checks.append(functools.partial(_with_preset, valid))
+    between = faults_of([*checks, *_list_rules(with_preset, training=training)])
+    pattern = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)" for name in invalid) or "(?!)")
+    return [*itertools.chain(*invalid.values()), *(fault for fault in between if not pattern.search(fault))]
 
 
 def _check_value(table: Table, name: str, value: Any) -> None:
+    """Raises UserError for an unknown setting, or a value that it cannot have."""
     if name.startswith(PREFIX):  # by the signature of the extension, in the rules
         return
     if name not in table:
@@ -392,7 +393,7 @@ def _check_value(table: Table, name: str, value: Any) -> None:
     table[name].check(value)
 
 
-def _rules(config: Common, *, training: bool) -> Iterator[Callable[[], object]]:
+def _list_rules(config: Common, *, training: bool) -> Iterator[Callable[[], object]]:
     if isinstance(config, Loop):
         yield from rules_rollout.rollout_rules(config, training=training)
     if training and isinstance(config, Training):
@@ -406,10 +407,10 @@ def _check_train_files(config: Training) -> None:
         raise UserError("data.train_files is empty; give a path, as in --config.data.train_files=PATH")
 
 
-def without_unread(config: C, kept: Collection[str]) -> C:
-    """Returns the settings with the defaults of those, but for `kept`, that their other values leave unread."""
+def without_unread(config: C, keep: Collection[str]) -> C:
+    """Returns the settings, with defaults for those that other values leave unread, except for the names in `keep`."""
     values = by_name(config)
-    names = (values.keys() & TABLE.keys()) - {*kept}
+    names = (values.keys() & TABLE.keys()) - {*keep}
     unread = [name for name in names if faults_of([functools.partial(_check_read, name, values)])]
     return changed(config, {name: TABLE[name].default for name in unread})
 
@@ -419,13 +420,13 @@ def _check_read(name: str, values: dict[str, Any]) -> None:
     setting, value = TABLE[name], values[name]
     if not setting.only or value == setting.default:
         return
-    switch, is_not, wanted = setting.only.partition("!=")
-    if not is_not:
+    switch, negated, wanted = setting.only.partition("!=")
+    if not negated:
         switch, equals, wanted = setting.only.partition("=")
     actual = values[switch]
-    read = str(actual) != wanted if is_not else str(actual) == wanted if equals else bool(actual)
-    if not read:
-        when = f"a {switch} other than {wanted!r}" if is_not else f"{switch}={wanted!r}" if equals else f"{switch} set"
+    is_read = str(actual) != wanted if negated else str(actual) == wanted if equals else bool(actual)
+    if not is_read:
+        when = f"a {switch} other than {wanted!r}" if negated else f"{switch}={wanted!r}" if equals else f"{switch} set"
         raise UserError(
             f"{name}={value!r} is read only with {when}, and {switch}={actual!r}; change that, or leave {name} at"
             f" {setting.default!r}"

@@ -41,27 +41,27 @@ class Option:
 
     kind: type  # bool, int, float or str
     default: Scalar = None
-    needed: bool = False  # it has no default
+    required: bool = False  # it has no default
 
     def read(self, text: str) -> Scalar:
-        """Reads a word of a command line; a text that is none of the type stays, for `checked` to refuse."""
+        """Parses a word of a command line; returns a word of another type unchanged, which `convert` rejects."""
         try:
             value: Scalar = _PARSERS[self.kind].parse(text)
         except (TypeError, ValueError):
             return text
         return value
 
-    def checked(self, name: str, value: object) -> Scalar:
-        """Returns the value by its type; raises a UserError for another type."""
-        takes = (int, float) if self.kind is float else self.kind
-        known = isinstance(value, takes) and isinstance(value, bool) == (self.kind is bool) and value == value
-        if value is None and self.default is None and not self.needed:
+    def convert(self, name: str, value: object) -> Scalar:
+        """Returns the value as the option's type; raises UserError for a value of another type."""
+        types = (int, float) if self.kind is float else self.kind
+        is_valid = isinstance(value, types) and isinstance(value, bool) == (self.kind is bool) and value == value
+        if value is None and self.default is None and not self.required:
             return None
-        if known:
+        if is_valid:
             with contextlib.suppress(OverflowError):  # of an int as a float
-                checked: Scalar = self.kind(value)
-                return checked
-        usual = "" if self.needed else f", as the default {self.default!r} is"
+                convert: Scalar = self.kind(value)
+                return convert
+        usual = "" if self.required else f", as the default {self.default!r} is"
         raise UserError(
             f"{PREFIX}{name}={value!r:.200} must be a{_n(self.kind)} {self.kind.__name__}{usual}; change it"
         )
@@ -71,19 +71,20 @@ def _n(kind: type) -> str:
     return "n" if kind is int else ""
 
 
-def read_signature(function: Callable[..., object], said_as: str) -> dict[str, Option]:
-    """Returns the options of an extension's function by name; `said_as` begins the error."""
+def read_signature(function: Callable[..., object], setting: str) -> dict[str, Option]:
+    """Returns the options of an extension's function by name; `setting` begins an error."""
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
     except Exception as e:  # an annotation of a user's function may raise anything
-        raise UserError(f"{said_as}: its signature cannot be read ({explain(e)}); correct it") from e
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {one.name: _option(one, said_as) for one in parameters if one.kind in named}
+        raise UserError(f"{setting}: its signature cannot be read ({explain(e)}); correct it") from e
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {parameter.name: _read_option(parameter, setting) for parameter in parameters if parameter.kind in by_name}
 
 
-def _option(parameter: inspect.Parameter, said_as: str) -> Option:
+def _read_option(parameter: inspect.Parameter, setting: str) -> Option:
+    """Makes the option of a parameter; raises UserError for a type that no option has."""
     hint, default = parameter.annotation, parameter.default
-    needed = default is inspect.Parameter.empty
+    required = default is inspect.Parameter.empty
     if hint is inspect.Parameter.empty:
         hint = type(default)
     kinds = [hint]
@@ -91,46 +92,46 @@ def _option(parameter: inspect.Parameter, said_as: str) -> Option:
         kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
     if len(kinds) != 1 or kinds[0] not in _PARSERS:
         raise UserError(
-            f"{said_as}: its option {parameter.name!r} has no type of an option; annotate it as a float, int, bool or"
+            f"{setting}: its option {parameter.name!r} has no type of an option; annotate it as a float, int, bool or"
             f" str, as in {parameter.name}: float = 1.0"
         )
-    option = Option(kinds[0], None if needed else default, needed)
-    if not needed:
+    option = Option(kinds[0], None if required else default, required)
+    if not required:
         try:
-            return dataclasses.replace(option, default=option.checked(parameter.name, default))
+            return dataclasses.replace(option, default=option.convert(parameter.name, default))
         except UserError as e:
             raise UserError(
-                f"{said_as}: the default {default!r:.200} of its option {parameter.name!r} is no"
+                f"{setting}: the default {default!r:.200} of its option {parameter.name!r} is no"
                 f" {option.kind.__name__}; correct the file"
             ) from e
     return option
 
 
-def resolved(given: Mapping[str, object], known: Mapping[str, Option], said_as: str) -> Options:
-    """Returns all options, with the defaults of those not given; raises a UserError for each fault."""
-    values = Options({name: option.default for name, option in known.items()})
+def resolve_options(words: Mapping[str, object], options: Mapping[str, Option], setting: str) -> Options:
+    """Returns the values in `words`, converted, with the defaults of other options; raises UserError for each fault."""
+    values = Options({name: option.default for name, option in options.items()})
 
-    def check(name: str) -> None:
-        if name not in known:
+    def check_option(name: str) -> None:
+        if name not in options:
             raise UserError(
-                f"{PREFIX}{name}={given[name]!r:.200}: {said_as} has no option {name!r}; it has {_listed(known)}"
-                f"{did_you_mean(name, known)}"
+                f"{PREFIX}{name}={words[name]!r:.200}: {setting} has no option {name!r}; it has {_listed(options)}"
+                f"{did_you_mean(name, options)}"
             )
-        if name in given:
-            values.update({name: known[name].checked(name, given[name])})
-        elif known[name].needed:
-            kind = known[name].kind
+        if name in words:
+            values.update({name: options[name].convert(name, words[name])})
+        elif options[name].required:
+            kind = options[name].kind
             raise UserError(
-                f"{PREFIX}{name} is missing: {said_as} has no default for it; give a{_n(kind)} {kind.__name__}, as in"
+                f"{PREFIX}{name} is missing: {setting} has no default for it; give a{_n(kind)} {kind.__name__}, as in"
                 f" --config.{PREFIX}{name}=VALUE"
             )
 
-    raise_faults(faults_of([lambda name=name: check(name) for name in dict.fromkeys([*given, *known])]))  # type: ignore[misc]
+    raise_faults(faults_of([lambda name=name: check_option(name) for name in dict.fromkeys([*words, *options])]))  # type: ignore[misc]
     return values
 
 
-def _listed(known: Mapping[str, Option]) -> str:
-    return ", ".join(f"{name} ({option.kind.__name__})" for name, option in known.items()) or "none"
+def _listed(options: Mapping[str, Option]) -> str:
+    return ", ".join(f"{name} ({option.kind.__name__})" for name, option in options.items()) or "none"
 
 
 def refuse_all(given: Collection[str]) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from jppo.errors import UserError
 from jppo.registry import Registry, at_line, explain, resolve
-from jppo.settings.options import EXTENSION, Option, Options, read_signature, refuse_all, resolved
+from jppo.settings.options import EXTENSION, Option, Options, read_signature, refuse_all, resolve_options
 from jppo.settings.texts import check_factors
 
 if TYPE_CHECKING:
@@ -25,19 +25,19 @@ OPTIMIZERS = Registry[Part]("optimizers", "jppo.learner.catalogue:OPTIMIZERS", r
 KL_ESTIMATORS = Registry[Part]("kl_estimators", "jppo.algorithms.kl:BY_NAME")
 
 
-def _engine_at(where: str) -> Part:
-    """Makes an engine that is imported, from 'module:name', when it is started."""
+def _make_engine_part(where: str) -> Part:
+    """Makes an entry of ENGINES whose function, 'module:name', is imported when the engine is started."""
 
-    def part(*given: object, **named: object) -> object:
-        return resolve(where, "rollout.name")(*given, **named)
+    def start_engine(*args: object, **kwargs: object) -> object:
+        return resolve(where, "rollout.name")(*args, **kwargs)
 
-    return part
+    return start_engine
 
 
-_SERVED = _engine_at("jppo.rollout.servers.make:start_engine")
+_SERVED = _make_engine_part("jppo.rollout.servers.make:start_engine")
 ENGINES = Registry[Part](
     "engines",
-    {"vllm": _SERVED, "sglang": _SERVED, "inprocess": _engine_at("jppo.rollout.make:start_inprocess")},
+    {"vllm": _SERVED, "sglang": _SERVED, "inprocess": _make_engine_part("jppo.rollout.make:start_inprocess")},
 )
 
 
@@ -125,11 +125,11 @@ def options_of(spec: str) -> dict[str, Option]:
 
 def options(config: "Loop") -> Options:
     """Returns the checked options of the extension, with its defaults; raises a UserError for each fault."""
-    spec, given = config.users_algorithm
+    spec, values = config.users_algorithm
     if spec:
-        return resolved(given, options_of(spec), f"{EXTENSION}={spec!r}")
-    refuse_all(given)
-    return given
+        return resolve_options(values, options_of(spec), f"{EXTENSION}={spec!r}")
+    refuse_all(values)
+    return values
 
 
 def extension(config: "Loop") -> AlgorithmFields | None:
@@ -140,8 +140,8 @@ def extension(config: "Loop") -> AlgorithmFields | None:
 
 def estimate_setting(config: "Settings") -> str:
     """Returns the setting that the advantages come from and its value, as errors begin: `actor.lr=0.1`."""
-    a, made = config.algorithm, extension(config)
-    if made is None or made.advantage is None:
+    a, users = config.algorithm, extension(config)
+    if users is None or users.advantage is None:
         return f"algorithm.adv_estimator={a.adv_estimator!r}"
     return f"{EXTENSION}={a.extension!r}"
 
@@ -153,13 +153,14 @@ def host_setting(config: "Settings") -> str:
 
 
 def estimator(config: "Settings") -> AlgorithmFields:
-    """Returns how a run estimates advantages: by `algorithm.extension`, else by `algorithm.adv_estimator`."""
+    """Returns the algorithm that estimates advantages: of `algorithm.extension`, else of `algorithm.adv_estimator`."""
     a = config.algorithm
     own = a.adv_estimator in ESTIMATORS.own and not a.extension
     return (_make_own_estimator if own else _make_estimator)(config)
 
 
 def _make_estimator(c: "Settings") -> AlgorithmFields:
+    """Makes `estimator`'s result, and traces it once; raises UserError for an Algorithm that is no estimator."""
     a = c.algorithm
     check_factors(a.gdpo_reward_keys, a.gdpo_reward_weights, "algorithm.gdpo_reward_weights")
     if a.adv_estimator == "gdpo" and not a.gdpo_reward_keys:
@@ -167,18 +168,18 @@ def _make_estimator(c: "Settings") -> AlgorithmFields:
             "algorithm.gdpo_reward_keys is empty, and algorithm.adv_estimator='gdpo' normalizes parts of the reward"
             " apart; name some, such as rule_score,format_score"
         )
-    made = cast(AlgorithmFields, ESTIMATORS.make(a.adv_estimator, "algorithm.adv_estimator", c))
-    if made.terms or made.more_terms:
+    algorithm = cast(AlgorithmFields, ESTIMATORS.make(a.adv_estimator, "algorithm.adv_estimator", c))
+    if algorithm.terms or algorithm.more_terms:
         raise UserError(
             f"algorithm.adv_estimator={a.adv_estimator!r}: its Algorithm has terms of a loss, which only"
             " algorithm.extension and actor.loss_mode may have; leave them out, or name it by one of these"
         )
-    if made.advantage is None:
+    if algorithm.advantage is None:
         raise UserError(f"algorithm.adv_estimator={a.adv_estimator!r}: its Algorithm has no advantage; give it one")
-    own = extension(c)
-    made = made if own is None else own.over(made)
-    run_on_shapes(made, "parts", estimate_setting(c))
-    return made
+    users = extension(c)
+    algorithm = algorithm if users is None else users.over(algorithm)
+    run_on_shapes(algorithm, "parts", estimate_setting(c))
+    return algorithm
 
 
 # The rules between settings ask for it several times; a user's file may change between two calls, and jppo's may not.
@@ -192,28 +193,30 @@ def policy_loss(config: "Loop") -> AlgorithmFields:
 
 
 def _make_loss(c: "Loop") -> AlgorithmFields:
-    own, made = extension(c), _named_loss(c)
-    made = made if own is None else own.over(made)
+    """Makes `policy_loss`'s result, and traces it once; raises UserError for a metric of a reserved name."""
+    users, loss = extension(c), _make_named_loss(c)
+    loss = loss if users is None else users.over(loss)
     for reads in ("loss_reads", "value_reads", "metrics"):
-        run_on_shapes(made, reads, loss_setting(c))
-    users = own is not None or c.actor.loss_mode not in POLICY_LOSSES.own
-    taken = [name for name in made.metrics if users and name not in OF_TERMS and name.startswith(OWN)]
-    if taken or any("/" not in name for name in made.metrics):
-        name = (taken or [name for name in made.metrics if "/" not in name])[0]
+        run_on_shapes(loss, reads, loss_setting(c))
+    is_custom = users is not None or c.actor.loss_mode not in POLICY_LOSSES.own
+    reserved = [name for name in loss.metrics if is_custom and name not in OF_TERMS and name.startswith(OWN)]
+    if reserved or any("/" not in name for name in loss.metrics):
+        name = (reserved or [name for name in loss.metrics if "/" not in name])[0]
         raise UserError(f"{loss_setting(c)}: a term has the metric {name!r}; name it as in mine/{name.split('/')[-1]}")
-    return made
+    return loss
 
 
-def _named_loss(c: "Loop") -> AlgorithmFields:
-    made = cast(AlgorithmFields, POLICY_LOSSES.make(c.actor.loss_mode, "actor.loss_mode", c))
-    if not made.terms:
+def _make_named_loss(c: "Loop") -> AlgorithmFields:
+    """Makes the loss that `actor.loss_mode` names; raises UserError for an Algorithm that is no loss."""
+    loss = cast(AlgorithmFields, POLICY_LOSSES.make(c.actor.loss_mode, "actor.loss_mode", c))
+    if not loss.terms:
         raise UserError(f"actor.loss_mode={c.actor.loss_mode!r}: its Algorithm has no terms; give it some")
-    if made.advantage is not None:
+    if loss.advantage is not None:
         raise UserError(
             f"actor.loss_mode={c.actor.loss_mode!r}: its Algorithm has an advantage, which only algorithm.extension and"
             " algorithm.adv_estimator may have; leave it out, or name it by one of these"
         )
-    return made
+    return loss
 
 
 _make_own_loss = functools.lru_cache(maxsize=64)(_make_loss)
@@ -221,15 +224,15 @@ _make_own_loss = functools.lru_cache(maxsize=64)(_make_loss)
 
 def loss_setting(config: "Loop") -> str:
     """Returns the setting that the policy's loss comes from and its value, as errors begin: `actor.lr=0.1`."""
-    made = extension(config)
-    if made is None or not (made.terms or made.more_terms):
+    users = extension(config)
+    if users is None or not (users.terms or users.more_terms):
         return f"actor.loss_mode={config.actor.loss_mode!r}"
     return f"{EXTENSION}={config.users_algorithm[0]!r}"
 
 
 def algorithm(config: "Settings") -> AlgorithmFields:
     """Returns the whole algorithm of the settings."""
-    return estimator(config).over(_named_loss(config))
+    return estimator(config).over(_make_named_loss(config))
 
 
 def run_on_shapes(made: object, reads: str, setting: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from jppo.errors import UserError
 from jppo.settings import configfile, table, texts
 from jppo.settings.options import PREFIX
-from jppo.settings.setting import no_setting
+from jppo.settings.setting import explain_unknown_setting
 from jppo.settings.table import default
 
 FOLDER = "trainer.run_dir"
@@ -40,17 +40,17 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[PlannedRun
     file = next(configfile.locate(a) for a in argv if a.startswith("--config=")).split("=", 1)[1].split(":")[0]
     if out is None:
         out = pathlib.Path("runs") / f"sweep-{pathlib.Path(file).stem}"
-    known, given = table.by_name(config), {a[len("--config.") :].split("=")[0] for a in argv}
-    if FOLDER in given:
+    values, fixed_names = table.by_name(config), {a[len("--config.") :].split("=")[0] for a in argv}
+    if FOLDER in fixed_names:
         raise UserError(f"--config.{FOLDER} is given, but each run of a sweep has a separate folder; use --out")
     runs = []
     for overrides in _read_sweep(file):
         for name in overrides:
-            _check_name(name, known, given)
-        runs.append(_resolve(overrides, argv, out, known))
+            _check_name(name, values, fixed_names)
+        runs.append(_resolve(overrides, argv, out, values))
     for i, run in enumerate(runs):
         for other in runs[:i]:
-            if _compared(other) == _compared(run):
+            if _comparable_values(other) == _comparable_values(run):
                 raise UserError(f"sweep: {other.name} and {run.name} have the same settings; leave one of them out")
     return runs, out
 
@@ -62,33 +62,34 @@ def _read_sweep(file: str) -> list[dict[str, Any]]:
         raise UserError(f"{file} has no sweep(add); write one next to get_config that calls {ADD} for each run")
     runs: list[dict[str, Any]] = []
 
-    def add(*wrong: Any, **overrides: Any) -> None:
-        if wrong:
-            raise UserError(f"sweep: add({wrong[0]!r}) gives no names; settings are named, as in {ADD}")
-        runs.append({name: _plain(value) for name, value in sorted(overrides.items())})
+    def add(*unnamed: Any, **overrides: Any) -> None:
+        if unnamed:
+            raise UserError(f"sweep: add({unnamed[0]!r}) gives no names; settings are named, as in {ADD}")
+        runs.append({name: _to_python(value) for name, value in sorted(overrides.items())})
 
-    configfile.explained(file, sweep, add)
+    configfile.call_user_code(file, sweep, add)
     if not runs:
         raise UserError(f"sweep(add) of {file} adds no run; call {ADD} for each")
     return runs
 
 
-def _check_name(name: str, known: dict[str, Any], given: set[str]) -> None:
+def _check_name(name: str, values: dict[str, Any], fixed_names: set[str]) -> None:
+    """Raises UserError for a setting that a sweep cannot set: unknown, or fixed for all runs."""
     if name == FOLDER:
         raise UserError(f"sweep: {FOLDER} cannot be swept, because each run has a separate folder; use --out")
-    if name not in known and not name.startswith(PREFIX):  # which the extension of each run knows
-        raise UserError(f"sweep: {no_setting(name, known, known)}")
-    if name in given:
+    if name not in values and not name.startswith(PREFIX):  # which the extension of each run knows
+        raise UserError(f"sweep: {explain_unknown_setting(name, values, values)}")
+    if name in fixed_names:
         raise UserError(f"--config.{name} is given, and the sweep sets it too; leave one of them out")
 
 
-def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, known: dict[str, Any]) -> PlannedRun:
-    """Returns the run, with its arguments parsed and checked as its own command line does."""
+def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, base: dict[str, Any]) -> PlannedRun:
+    """Makes the run of some overrides: parses and checks its arguments as its own command line does."""
     name = run_name(overrides)
     folder = out / name
     unset = [setting for setting, value in overrides.items() if value is None]
-    if lost := [setting for setting in unset if known.get(setting) is not None]:
-        raise UserError(f"sweep, run {name}: {lost[0]} cannot become None, it is {known[lost[0]]!r} by get_config")
+    if lost := [setting for setting in unset if base.get(setting) is not None]:
+        raise UserError(f"sweep, run {name}: {lost[0]} cannot become None, it is {base[lost[0]]!r} by get_config")
     changes = [f"--config.{setting}={value}" for setting, value in overrides.items() if setting not in unset]
     arguments = (*argv, *changes, f"--config.{FOLDER}={folder}")
     try:
@@ -98,9 +99,9 @@ def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, 
         raise UserError(f"sweep, run {name}: {e}") from e
     values = table.by_name(config)
     for setting, value in overrides.items():
-        read = values.get(setting)
-        if read != value or isinstance(read, str) != isinstance(value, str):
-            raise UserError(f"sweep, run {name}: {setting}={value!r} must be of type {type(read).__name__}")
+        parsed = values.get(setting)
+        if parsed != value or isinstance(parsed, str) != isinstance(value, str):
+            raise UserError(f"sweep, run {name}: {setting}={value!r} must be of type {type(parsed).__name__}")
     return PlannedRun(name, folder, overrides, arguments, values)
 
 
@@ -117,18 +118,19 @@ def run_name(overrides: dict[str, Any]) -> str:
 
 def check_apart(runs: Sequence[PlannedRun]) -> None:
     """Raises a UserError where concurrent runs would share a server, or its port."""
-    taken: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for run in runs:
-        for claim in _claims(run.values):
-            if claim in taken:
+        for claim in _list_addresses(run.values):
+            if claim in owners:
                 raise UserError(
-                    f"{claim} belongs to the runs {taken[claim]} and {run.name}, which may run together; take --jobs=1,"
-                    " or leave rollout.port at 0 and rollout.urls empty"
+                    f"{claim} belongs to the runs {owners[claim]} and {run.name}, which may run together; take"
+                    " --jobs=1, or leave rollout.port at 0 and rollout.urls empty"
                 )
-            taken[claim] = run.name
+            owners[claim] = run.name
 
 
-def _claims(values: dict[str, Any]) -> Iterator[str]:
+def _list_addresses(values: dict[str, Any]) -> Iterator[str]:
+    """Yields the ports and servers that a run with these settings uses, as texts."""
     port = values["rollout.port"]
     yield from (f"port {p}" for p in range(port, port + max(values["rollout.servers"], 1)) if port)
     yield from (f"the server {url}" for url in texts.entries(values["rollout.urls"]))
@@ -140,12 +142,12 @@ def differing(runs: Sequence[PlannedRun]) -> list[str]:
     return [name for name in names if len({repr(run.values.get(name)) for run in runs}) > 1]
 
 
-def _compared(run: PlannedRun) -> dict[str, Any]:
+def _comparable_values(run: PlannedRun) -> dict[str, Any]:
     return {name: repr(value) for name, value in run.values.items() if name != FOLDER}
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Converts numpy's numbers to Python's, and lists to tuples."""
     if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
+        return tuple(map(_to_python, value))
     return value.item() if hasattr(value, "item") and callable(value.item) else value

@@ -20,35 +20,35 @@ def cuts(section: Rollout | ValKwargs) -> dict[str, float]:
 
 
 def rollout_rules(config: Loop, *, training: bool) -> Iterator[Callable[[], None]]:
-    """Yields the rules, each of which raises a UserError."""
+    """Yields the rules between the settings of rollouts as functions; without `training`, those of an evaluation."""
     r = config.rollout
-    yield partial(_port, r)
-    yield partial(_temperature, r, training)
-    yield partial(_test, r.val_kwargs)
-    yield partial(_conversation, r)
-    yield partial(_history, r)
+    yield partial(_check_last_port, r)
+    yield partial(_check_temperatures, r, training)
+    yield partial(_check_test_sampling, r.val_kwargs)
+    yield partial(_check_conversation, r)
+    yield partial(_check_history, r)
     yield partial(check_secrets, config)
     yield partial(check_publish, r)
-    yield partial(_speculation, r)
+    yield partial(_check_speculation, r)
     if training:
-        for rule in (_routing, _sglang, _async):
+        for rule in (_check_routing_replay, _check_sglang, _check_async):
             yield partial(rule, r)
-        yield partial(_quantization, r)
-        yield partial(_mask_replay, config)
-        yield partial(_adapters, config)
+        yield partial(_check_quantization, r)
+        yield partial(_check_mask_replay, config)
+        yield partial(_check_adapter_publish, config)
     if isinstance(config, Settings):
-        yield partial(_reward, config.reward)
+        yield partial(_check_reward, config.reward)
         if training:
-            yield partial(_quantized_samples, config)
-            yield partial(_dynamic_sampling, config)
+            yield partial(_check_quantized_samples, config)
+            yield partial(_check_dynamic_sampling, config)
 
 
-def _port(r: Rollout) -> None:
+def _check_last_port(r: Rollout) -> None:
     if (last := r.port + r.least_servers - 1) > 65535:
         raise UserError(f"rollout.port={r.port}: the last server has port {last}, and 65535 is the largest; lower it")
 
 
-def _routing(r: Rollout) -> None:
+def _check_routing_replay(r: Rollout) -> None:
     if r.routing_replay and r.name not in ("vllm", "inprocess"):
         raise UserError(
             f"rollout.routing_replay=True needs the experts of each token, and rollout.name={r.name!r} does not"
@@ -56,7 +56,7 @@ def _routing(r: Rollout) -> None:
         )
 
 
-def _mask_replay(config: Loop) -> None:
+def _check_mask_replay(config: Loop) -> None:
     r = config.rollout
     if not r.mask_replay:
         return
@@ -83,15 +83,15 @@ def _mask_replay(config: Loop) -> None:
         )
 
 
-def _temperature(r: Rollout, training: bool) -> None:
+def _check_temperatures(r: Rollout, training: bool) -> None:
     if training and not r.temperature > 0:
         raise UserError(
             f"rollout.temperature={r.temperature} must be above 0: greedy responses to a prompt are all the same and"
             " have no log-probs to learn from; try 1.0 (a test is greedy by rollout.val_kwargs.temperature=0.0)"
         )
-    used = {"rollout.temperature": r.temperature} if training else {}
-    used["rollout.val_kwargs.temperature"] = r.val_kwargs.temperature
-    for name, value in used.items():
+    temperatures = {"rollout.temperature": r.temperature} if training else {}
+    temperatures["rollout.val_kwargs.temperature"] = r.val_kwargs.temperature
+    for name, value in temperatures.items():
         if r.name == "vllm" and value != 0 and not COLDEST <= value <= HOTTEST:
             raise UserError(
                 f"{name}={value}: vLLM samples at temperatures from {COLDEST} to {HOTTEST}; set one of these, or use"
@@ -99,7 +99,7 @@ def _temperature(r: Rollout, training: bool) -> None:
             )
 
 
-def _test(sampling: ValKwargs) -> None:
+def _check_test_sampling(sampling: ValKwargs) -> None:
     if sampling.temperature != 0.0:
         return
     if sampling.n > 1:
@@ -114,15 +114,15 @@ def _test(sampling: ValKwargs) -> None:
         )
 
 
-def _reward(reward: RewardSection) -> None:
+def _check_reward(reward: RewardSection) -> None:
     if reward.sandbox == "container" and not reward.sandbox_url:
         raise UserError(
             "reward.sandbox='container' needs the service's address; set reward.sandbox_url=http://HOST:PORT"
         )
-    _steps(reward.model)
+    _check_step_scores(reward.model)
 
 
-def _steps(m: RewardModel) -> None:
+def _check_step_scores(m: RewardModel) -> None:
     if not m.step_aggregation:
         return
     setting = f"reward.model.step_aggregation={m.step_aggregation!r}"
@@ -142,7 +142,7 @@ def _steps(m: RewardModel) -> None:
         )
 
 
-def _conversation(r: Rollout) -> None:
+def _check_conversation(r: Rollout) -> None:
     m, name = r.multi_turn, "rollout.multi_turn"
     if r.agent and m.enable:
         raise UserError(
@@ -161,32 +161,32 @@ def _conversation(r: Rollout) -> None:
         )
 
 
-def _history(r: Rollout) -> None:
+def _check_history(r: Rollout) -> None:
     """Rejects settings of a conversation's history that nothing would read."""
     form = "rollout.agent_format" if r.agent else "rollout.multi_turn.format"
     plain = (r.agent_format if r.agent else r.multi_turn.format) == "plain"
-    for name, read in (("history", not plain), ("agent_branches", r.has_branches)):
-        value, usual = getattr(r, name), PPO[f"rollout.{name}"].default
-        if value == usual:
+    for name, is_read in (("history", not plain), ("agent_branches", r.has_branches)):
+        value, default = getattr(r, name), PPO[f"rollout.{name}"].default
+        if value == default:
             continue
         if not (r.agent or r.multi_turn.enable):
             raise UserError(
                 f"rollout.{name}={value!r} is read only with rollout.agent set or rollout.multi_turn.enable=True; set"
                 " one of them, or leave it out"
             )
-        if not read and plain:
+        if not is_read and plain:
             raise UserError(
                 f"rollout.{name}={value!r} is read only with a chat template, and {form}='plain' uses none; take"
-                f" another format, or leave rollout.{name} at {usual!r}"
+                f" another format, or leave rollout.{name} at {default!r}"
             )
-        if not read:
+        if not is_read:
             raise UserError(
                 f"rollout.{name}={value!r} limits the trajectories of a conversation, which has one with"
-                f" rollout.history={r.history!r}; set that to 'template', or leave rollout.{name} at {usual!r}"
+                f" rollout.history={r.history!r}; set that to 'template', or leave rollout.{name} at {default!r}"
             )
 
 
-def _sglang(r: Rollout) -> None:
+def _check_sglang(r: Rollout) -> None:
     if r.name != "sglang":
         return
     for name, value in cuts(r).items():
@@ -206,7 +206,7 @@ def _sglang(r: Rollout) -> None:
         )
 
 
-def _async(r: Rollout) -> None:
+def _check_async(r: Rollout) -> None:
     if r.mode != "async":
         return
     if r.sleep_level:
@@ -231,7 +231,7 @@ def _async(r: Rollout) -> None:
         )
 
 
-def _dynamic_sampling(config: Settings) -> None:
+def _check_dynamic_sampling(config: Settings) -> None:
     r = config.rollout
     if config.algorithm.filter_groups and r.n < 2:
         raise UserError(
@@ -245,7 +245,7 @@ def _dynamic_sampling(config: Settings) -> None:
         )
 
 
-def _adapters(config: Loop) -> None:
+def _check_adapter_publish(config: Loop) -> None:
     r, rank = config.rollout, config.model.lora_rank
     if r.lora_sync == "merge":
         return
@@ -284,7 +284,7 @@ def publish_via(r: Rollout) -> str:
     return "tcp" if r.name == "vllm" and texts.remote_urls(r.urls) else "file"
 
 
-def _quantization(r: Rollout) -> None:
+def _check_quantization(r: Rollout) -> None:
     if r.quantization == "none":
         return
     setting = f"rollout.quantization={r.quantization!r}"
@@ -296,7 +296,7 @@ def _quantization(r: Rollout) -> None:
         )
 
 
-def _quantized_samples(config: Settings) -> None:
+def _check_quantized_samples(config: Settings) -> None:
     r, old = config.rollout, config.algorithm.old_logprob
     if r.quantization != "none" and old != "correction":
         raise UserError(
@@ -306,10 +306,10 @@ def _quantized_samples(config: Settings) -> None:
         )
 
 
-def _speculation(r: Rollout) -> None:
-    given = {"rollout.min_p": r.min_p, "rollout.val_kwargs.min_p": r.val_kwargs.min_p}
-    if r.name == "vllm" and "--spec" in r.engine_args and any(given.values()):
-        name, value = next(item for item in given.items() if item[1])
+def _check_speculation(r: Rollout) -> None:
+    min_ps = {"rollout.min_p": r.min_p, "rollout.val_kwargs.min_p": r.val_kwargs.min_p}
+    if r.name == "vllm" and "--spec" in r.engine_args and any(min_ps.values()):
+        name, value = next(item for item in min_ps.items() if item[1])
         raise UserError(
             f"{name}={value}: vLLM cannot speculate with min_p; set it to 0.0, or remove speculation from"
             f" rollout.engine_args={r.engine_args!r}"
@@ -318,8 +318,8 @@ def _speculation(r: Rollout) -> None:
 
 def check_publish(r: Rollout) -> None:
     """Raises a UserError for a transport of weights that the servers do not have."""
-    resolved = publish_via(r)
-    via = f"rollout.publish_via={r.publish_via!r}" + (f" (here {resolved})" if r.publish_via == "auto" else "")
+    transport = publish_via(r)
+    via = f"rollout.publish_via={r.publish_via!r}" + (f" (here {transport})" if r.publish_via == "auto" else "")
     if r.publish_via in ("tcp", "nccl", "ipc") and r.name == "sglang":
         raise UserError(
             f"{via} is for vLLM, and rollout.name='sglang' reads directories; use file and a rollout.publish_dir that"
@@ -334,19 +334,19 @@ def check_publish(r: Rollout) -> None:
         raise UserError(
             f"{via} is for servers that are started here, on the trainer's GPUs; leave rollout.urls empty, or take tcp"
         )
-    if r.publish_delta and resolved != "tcp":
+    if r.publish_delta and transport != "tcp":
         raise UserError(f"rollout.publish_delta=True compares weights in host memory, and {via}; set it to tcp")
     if r.publish_host in ("0.0.0.0", "::"):
         raise UserError(
             f"rollout.publish_host={r.publish_host!r} is no address that a server can reach; give the trainer's own"
         )
     away = [url for url in texts.remote_urls(r.urls) if not url.startswith("file:")]
-    if resolved == "tcp" and away and not r.publish_host:
+    if transport == "tcp" and away and not r.publish_host:
         raise UserError(
             f"{via} needs the trainer's address for the server at {away[0]}; set rollout.publish_host to the address of"
             " this machine as seen from there"
         )
-    if resolved != "file" and r.lora_sync == "adapter" and not r.publish_dir:
+    if transport != "file" and r.lora_sync == "adapter" and not r.publish_dir:
         raise UserError(
             f"{via} sends whole weights, and rollout.lora_sync='adapter' a folder of adapters; name one that trainer"
             " and servers share by rollout.publish_dir, or take merge"
@@ -361,11 +361,11 @@ def check_secrets(config: Loop) -> None:
     for name, url in [*urls, *(("ref.url", url) for _, url in texts.sources_and_addresses(config.ref.url))]:
         if re.search("[@?#]", url):
             token = "the servers' token belongs into JPPO_SERVER_TOKEN in the environment"
-            way = token if name == "rollout.urls" else "leave it out"
-            raise UserError(f"{name} has a password or a query in it, and settings are printed and saved; {way}")
+            remedy = token if name == "rollout.urls" else "leave it out"
+            raise UserError(f"{name} has a password or a query in it, and settings are printed and saved; {remedy}")
         if name == "rollout.urls" and not texts.is_url(url):
             raise UserError(f"{name}: {url!r} is no address; write it like http://127.0.0.1:8000")
-    texts.by_source(config.ref.url)
+    texts.addresses_by_source(config.ref.url)
     if len({url.rstrip("/") for url in texts.entries(r.urls)}) < len(texts.entries(r.urls)):
         raise UserError(f"rollout.urls={r.urls!r}: a server is given twice; name it once")
     if match := SECRET.search(r.engine_args):

@@ -11,36 +11,36 @@ from jppo.settings.texts import rejection_rules
 
 
 def training_rules(config: Common) -> Iterator[Callable[[], object]]:
-    """Yields the rules, each of which raises a UserError; for the settings of any command that trains."""
+    """Yields the rules between the settings of any training as functions, each of which raises UserError."""
     if isinstance(config, Settings):
-        of_ppo = (
+        ppo_rules = (
             parts.options,
-            _group_size,
-            _critic,
-            _inputs_of_estimator,
-            _given,
-            _turn_discount,
-            _value_terms,
-            _kl,
-            _served_reference,
-            _teacher,
+            _check_group_size,
+            _check_critic_settings,
+            _check_estimator_inputs,
+            _check_given_responses,
+            _check_turn_discount,
+            _check_value_terms,
+            _check_kl,
+            _check_served_reference,
+            _check_teacher,
         )
-        for rule in (*of_ppo, _correction, _order):
+        for rule in (*ppo_rules, _check_correction, _check_prompt_order):
             yield partial(rule, config)
         for section in ("actor", "critic"):
-            yield partial(_mini_batch, config, section)
+            yield partial(_check_mini_batch, config, section)
     if isinstance(config, Loop):
-        for shared in (_value_range, _loss, _reference, _reference_offload):
+        for shared in (_check_value_range, _check_policy_loss, _check_reference, _check_reference_offload):
             yield partial(shared, config)
     for name, optimizer in optimizers(config).items():
-        yield partial(_betas, name, optimizer)
-        yield partial(_warmup, name, optimizer)
-        yield partial(_master_dtype, config, name, optimizer)
-    for common in (_margin, _packing, _dropout, _lengths):
+        yield partial(_check_betas, name, optimizer)
+        yield partial(_check_warmup, name, optimizer)
+        yield partial(_check_master_dtype, config, name, optimizer)
+    for common in (_check_margin, _check_packing, _check_dropout, _check_row_lengths):
         yield partial(common, config)
 
 
-def _group_size(config: Settings) -> None:
+def _check_group_size(config: Settings) -> None:
     n = config.rollout.n
     if parts.estimator(config).compares and n < 2:
         raise UserError(
@@ -49,7 +49,7 @@ def _group_size(config: Settings) -> None:
         )
 
 
-def _critic(config: Settings) -> None:
+def _check_critic_settings(config: Settings) -> None:
     warmup = config.trainer.critic_warmup
     if parts.estimator(config).critic:
         return
@@ -58,8 +58,8 @@ def _critic(config: Settings) -> None:
         raise UserError(
             f"trainer.critic_warmup={warmup} trains a critic, and {estimate} has none; set it to 0, or take gae"
         )
-    of_critics = ("lam", "value_norm_decay", "value_bins", "value_head_std")
-    for setting in ("algorithm.lam_alpha", *(f"critic.{leaf}" for leaf in of_critics)):
+    critic_names = ("lam", "value_norm_decay", "value_bins", "value_head_std")
+    for setting in ("algorithm.lam_alpha", *(f"critic.{leaf}" for leaf in critic_names)):
         value = value_of(config, setting)
         if value != TABLE[setting].default:
             raise UserError(
@@ -68,7 +68,7 @@ def _critic(config: Settings) -> None:
             )
 
 
-def _inputs_of_estimator(config: Settings) -> None:
+def _check_estimator_inputs(config: Settings) -> None:
     a, estimator = config.algorithm, parts.estimator(config)
     if estimator.parts and a.use_kl_in_reward:
         raise UserError(
@@ -82,11 +82,11 @@ def _inputs_of_estimator(config: Settings) -> None:
         )
 
 
-def _given(config: Settings) -> None:
+def _check_given_responses(config: Settings) -> None:
     if parts.estimator(config).given is None:
         return
     r, several, switch = config.rollout, ("makes responses of several turns", "one"), "set it to False"
-    for setting, on, (does, have), remedy in (
+    for setting, is_set, (does, have), remedy in (
         ("algorithm.old_logprob='bypass'", config.algorithm.old_logprob == "bypass",
          ("takes the engine's log-probs", "none"), "set decoupled or correction"),
         ("rollout.mask_replay=True", r.mask_replay, ("replays the engine's kept tokens", "none"), switch),
@@ -94,13 +94,13 @@ def _given(config: Settings) -> None:
         ("rollout.multi_turn.enable=True", r.multi_turn.enable, several, switch),
         (f"rollout.agent={r.agent!r}", r.agent, several, "leave it empty"),
     ):  # fmt: skip
-        if on:
+        if is_set:
             raise UserError(
                 f"{setting} {does}, and the responses that {parts.host_setting(config)} gives have {have}; {remedy}"
             )
 
 
-def _turn_discount(config: Settings) -> None:
+def _check_turn_discount(config: Settings) -> None:
     if config.algorithm.gamma_by != "turn":
         return
     if not (config.rollout.multi_turn.enable or config.rollout.agent):
@@ -115,13 +115,13 @@ def _turn_discount(config: Settings) -> None:
         )
 
 
-def _value_range(config: Loop) -> None:
+def _check_value_range(config: Loop) -> None:
     low, high = config.critic.value_range
     if not low < high:
         raise UserError(f"critic.value_range={(low, high)} must be a lower and a higher number, such as (-5.0, 5.0)")
 
 
-def _value_terms(config: Settings) -> None:
+def _check_value_terms(config: Settings) -> None:
     if parts.policy_loss(config).value_terms and not parts.estimator(config).critic:
         raise UserError(
             f"{parts.host_setting(config)}: its value_terms are of a critic, and no function of an advantage reads"
@@ -129,7 +129,7 @@ def _value_terms(config: Settings) -> None:
         )
 
 
-def _loss(config: Loop) -> None:
+def _check_policy_loss(config: Loop) -> None:
     loss = parts.policy_loss(config)
     reference = {"kl", "ref_logprob"}.intersection(loss.loss_reads)
     if reference and not config.actor.use_kl_loss:
@@ -144,7 +144,7 @@ def _loss(config: Loop) -> None:
         )
 
 
-def _order(config: Settings) -> None:
+def _check_prompt_order(config: Settings) -> None:
     """Raises UserError where two settings choose the prompts of a step."""
     d = config.data
     if d.sampler and d.mix:
@@ -160,19 +160,19 @@ def _order(config: Settings) -> None:
         )
 
 
-def _reference(config: Loop) -> None:
-    used, actor = list[str](), config.actor
+def _check_reference(config: Loop) -> None:
+    kl_settings, actor = list[str](), config.actor
     if isinstance(config, Settings) and config.algorithm.use_kl_in_reward:
-        used += [f"algorithm.use_kl_in_reward=True with algorithm.kl_penalty={config.algorithm.kl_penalty!r}"]
-    used += [f"actor.use_kl_loss=True with actor.kl_loss_type={actor.kl_loss_type!r}"] * actor.use_kl_loss
-    if used and not config.ref.path and not config.ref.url:
+        kl_settings += [f"algorithm.use_kl_in_reward=True with algorithm.kl_penalty={config.algorithm.kl_penalty!r}"]
+    kl_settings += [f"actor.use_kl_loss=True with actor.kl_loss_type={actor.kl_loss_type!r}"] * actor.use_kl_loss
+    if kl_settings and not config.ref.path and not config.ref.url:
         raise UserError(
-            f"{' and '.join(used)}: a KL needs a reference, and ref.path is empty; give a model's path, or"
+            f"{' and '.join(kl_settings)}: a KL needs a reference, and ref.path is empty; give a model's path, or"
             " ref.path=policy for the initial policy"
         )
 
 
-def _kl(config: Settings) -> None:
+def _check_kl(config: Settings) -> None:
     a = config.algorithm
     if a.use_kl_in_reward and a.kl_penalty == "forward_kl_topk":
         raise UserError(
@@ -186,7 +186,7 @@ def _kl(config: Settings) -> None:
         )
 
 
-def _served_reference(config: Settings) -> None:
+def _check_served_reference(config: Settings) -> None:
     a, actor, url = config.algorithm, config.actor, config.ref.url
     if not url:
         return
@@ -195,11 +195,11 @@ def _served_reference(config: Settings) -> None:
         raise UserError(f"{prefix}, and ref.path={config.ref.path!r} names another; leave one of them out")
     if not a.use_kl_in_reward and not actor.use_kl_loss:
         raise UserError(f"{prefix}, and no KL to it is used; set algorithm.use_kl_in_reward=True")
-    for name, used, kind in (
+    for name, is_used, kind in (
         ("algorithm.kl_penalty", a.use_kl_in_reward, a.kl_penalty),
         ("actor.kl_loss_type", actor.use_kl_loss, actor.kl_loss_type),
     ):
-        if used and kind.startswith(("full", "forward")):
+        if is_used and kind.startswith(("full", "forward")):
             raise UserError(
                 f"{prefix}, which has log-probs of sampled tokens alone, and {name}={kind!r} needs all; take kl, or"
                 " load the model on the mesh by ref.path"
@@ -211,7 +211,7 @@ def _served_reference(config: Settings) -> None:
         )
 
 
-def _teacher(config: Settings) -> None:
+def _check_teacher(config: Settings) -> None:
     a = config.algorithm
     if parts.estimator(config).scored:
         return
@@ -233,7 +233,7 @@ def _teacher(config: Settings) -> None:
         )
 
 
-def _correction(config: Settings) -> None:
+def _check_correction(config: Settings) -> None:
     a = config.algorithm
     rejects = bool(rejection_rules(a.rollout_rs, a.rollout_rs_threshold))
     corrects = a.rollout_is != "none" or rejects
@@ -261,22 +261,22 @@ def _correction(config: Settings) -> None:
         )
 
 
-def _mini_batch(config: Settings, section: str) -> None:
+def _check_mini_batch(config: Settings, section: str) -> None:
     batch, mini = config.data.train_batch_size * config.rollout.n, value_of(config, f"{section}.ppo_mini_batch_size")
     if mini is not None and batch % mini:
-        fitting = max(d for d in range(1, min(mini, batch) + 1) if batch % d == 0)
+        divisor = max(d for d in range(1, min(mini, batch) + 1) if batch % d == 0)
         raise UserError(
-            f"{section}.ppo_mini_batch_size={mini} must divide data.train_batch_size*rollout.n={batch}; try {fitting}"
+            f"{section}.ppo_mini_batch_size={mini} must divide data.train_batch_size*rollout.n={batch}; try {divisor}"
         )
 
 
-def _betas(section: str, optimizer: Optimizer) -> None:
+def _check_betas(section: str, optimizer: Optimizer) -> None:
     betas, usual = tuple(optimizer.betas), TABLE[f"{section}.betas"].default
     if optimizer.optimizer == "adafactor" and betas != usual:
         raise UserError(f"{section}.betas={betas} is not read by {section}.optimizer='adafactor'; leave it at {usual}")
 
 
-def _warmup(section: str, optimizer: Optimizer) -> None:
+def _check_warmup(section: str, optimizer: Optimizer) -> None:
     steps, ratio = optimizer.lr_warmup_steps, optimizer.lr_warmup_steps_ratio
     if steps >= 0 and ratio > 0:
         raise UserError(
@@ -285,20 +285,20 @@ def _warmup(section: str, optimizer: Optimizer) -> None:
         )
 
 
-def _master_dtype(config: Common, section: str, optimizer: Optimizer) -> None:
+def _check_master_dtype(config: Common, section: str, optimizer: Optimizer) -> None:
     if optimizer.master_dtype == "float32":
         return
-    own = optimizer.lora_rank if isinstance(optimizer, Critic) else None
-    rank = config.model.lora_rank if own is None else own
+    critic_rank = optimizer.lora_rank if isinstance(optimizer, Critic) else None
+    rank = config.model.lora_rank if critic_rank is None else critic_rank
     if config.model.param_dtype == "float32" or rank:
-        held = f"adapters of rank {rank} are" if rank else "model.param_dtype='float32' is"
+        part = f"adapters of rank {rank} are" if rank else "model.param_dtype='float32' is"
         raise UserError(
-            f"{section}.master_dtype='bfloat16': {held} float32, and steps in less would lose precision; leave it at"
+            f"{section}.master_dtype='bfloat16': {part} float32, and steps in less would lose precision; leave it at"
             " 'float32'" + ("" if rank else ", or set model.param_dtype=bfloat16")
         )
 
 
-def _margin(config: Common) -> None:
+def _check_margin(config: Common) -> None:
     if isinstance(config, PairTraining) and config.loss.margin and config.loss.margin_column:
         raise UserError(
             f"loss.margin={config.loss.margin} and loss.margin_column={config.loss.margin_column!r} both set the margin"
@@ -306,7 +306,7 @@ def _margin(config: Common) -> None:
         )
 
 
-def _packing(config: Common) -> None:
+def _check_packing(config: Common) -> None:
     samples = config.rollout.n if isinstance(config, Loop) else 1
     if config.data.packing == "prefix" and samples < 2:
         raise UserError(
@@ -315,7 +315,7 @@ def _packing(config: Common) -> None:
         )
 
 
-def _dropout(config: Common) -> None:
+def _check_dropout(config: Common) -> None:
     dropout = config.model.lora_dropout if isinstance(config.model, Model) else 0.0
     if dropout and config.data.packing == "prefix":
         raise UserError(
@@ -326,7 +326,7 @@ def _dropout(config: Common) -> None:
         raise UserError(f"model.lora_dropout={dropout}: DPO compares pairs without dropout; set it to 0")
 
 
-def _lengths(config: Common) -> None:
+def _check_row_lengths(config: Common) -> None:
     section = "actor" if isinstance(config, Loop) else "optim"
     longest = config.data.longest_row
     tokens, row = value_of(config, f"{section}.max_tokens_per_device"), config.data.max_tokens_per_row
@@ -337,18 +337,19 @@ def _lengths(config: Common) -> None:
             " what fits"
         )
     if row != -1 and row < longest:
-        raise _too_short("data.max_tokens_per_row", row, longest, 1)
+        raise _make_length_error("data.max_tokens_per_row", row, longest, 1)
     if tokens == -1 and section == "actor":
         return
     # Devices that share a row; if mesh.sequence is the remaining devices, their number is not known yet.
     share = longest if config.mesh.sequence == -1 else config.mesh.sequence
     if tokens * share < longest:
-        raise _too_short(micro, tokens, longest, share)
+        raise _make_length_error(micro, tokens, longest, share)
     if tokens * share < row:
         raise UserError(f"{micro}={tokens} must hold a row, data.max_tokens_per_row={row}; raise {micro}")
 
 
-def _too_short(name: str, value: int, longest: int, share: int) -> UserError:
+def _make_length_error(name: str, value: int, longest: int, share: int) -> UserError:
+    """Makes the error about a row or micro-batch that is too short for the `longest` sequence."""
     shared = f", on mesh.sequence={share} devices each" if 1 < share < longest else ""
     return UserError(
         f"{name}={value} must hold a prompt and a response, data.max_prompt_length"
@@ -356,7 +357,7 @@ def _too_short(name: str, value: int, longest: int, share: int) -> UserError:
     )
 
 
-def _reference_offload(config: Loop) -> None:
+def _check_reference_offload(config: Loop) -> None:
     if not config.ref.param_offload or config.actor.param_offload:
         return
     if config.model.lora_rank and config.ref.path == "policy":

@@ -56,48 +56,49 @@ class Setting:
         """Raises a UserError of one line where the setting cannot have the value."""
         if value is None and self.optional:
             return
-        several = tuple(value) if isinstance(value, tuple | list) else (value,)
-        numbers = [number for number in several if isinstance(number, int | float)]
+        items = tuple(value) if isinstance(value, tuple | list) else (value,)
+        numbers = [number for number in items if isinstance(number, int | float)]
         for number in numbers:
             if not abs(number) <= LARGEST and not (self.infinite and abs(number) == math.inf):
                 rule = f"a finite number, at most {LARGEST:.3g} in float32"
                 raise UserError(f"{self.name}={value} must be {rule}; the default is {self.default!r}")
-            most = MOST_BYTES if self.unit == "bytes" else MOST
-            if self.type is int and self.interval[1] is None and abs(number) > most:
-                raise UserError(f"{self.name}={value} must be at most {most}; the default is {self.default!r}")
+            largest = MOST_BYTES if self.unit == "bytes" else MOST
+            if self.type is int and self.interval[1] is None and abs(number) > largest:
+                raise UserError(f"{self.name}={value} must be at most {largest}; the default is {self.default!r}")
         if isinstance(self.default, tuple):
-            if len(several) != len(self.default) or len(numbers) != len(several) or any(map(self._outside, numbers)):
+            if len(items) != len(self.default) or len(numbers) != len(items) or any(map(self._broken_rule, numbers)):
                 kind = self.allowed().lower() or "numbers"
                 raise UserError(f"{self.name}={value} must be {len(self.default)} {kind}, such as {self.default}")
-        elif numbers and value != self.off and (rule := self._outside(numbers[0])):
-            more = "" if self.off is None else f", or {self.off}"
-            raise UserError(f"{self.name}={value} must be {rule}{more}; the default is {self.default!r}")
+        elif numbers and value != self.off and (rule := self._broken_rule(numbers[0])):
+            special = "" if self.off is None else f", or {self.off}"
+            raise UserError(f"{self.name}={value} must be {rule}{special}; the default is {self.default!r}")
         if isinstance(value, str):
             self._check_text(value)
         elif self.choices and value not in self.choices:
             raise UserError(f"{self.name}={value!r} is not known; it is one of {', '.join(map(repr, self.choices))}")
 
     def _check_text(self, value: str) -> None:
-        meant = OTHER_VALUES.get(self.name, {}).get(value)
-        if meant and value not in self.choices:
-            raise UserError(f"{self.name}={value!r} is not known; did you mean {meant!r}?")
+        own_value = OTHER_VALUES.get(self.name, {}).get(value)
+        if own_value and value not in self.choices:
+            raise UserError(f"{self.name}={value!r} is not known; did you mean {own_value!r}?")
         if isinstance(self.choices, Registry):
             self.choices.find(value, self.name)
         elif self.choices and value not in self.choices:
             names = [choice for choice in self.choices if isinstance(choice, str)]
-            known = ", ".join(map(repr, names))
-            near = did_you_mean(value, names)
-            raise UserError(f"{self.name}={value!r} is not known; it is one of {known}{near}")
+            choices = ", ".join(map(repr, names))
+            suggestion = did_you_mean(value, names)
+            raise UserError(f"{self.name}={value!r} is not known; it is one of {choices}{suggestion}")
         if self.required and not value:
             raise UserError(f"{self.name} is empty; give a path, as in --config.{self.name}=PATH")
         if self.form is not None:
             self.form(value)
 
-    def _outside(self, number: float) -> str:
-        """Returns the rule that the number breaks, or ''."""
-        return next((rule for rule, kept in self._rules(number) if not kept), "")
+    def _broken_rule(self, number: float) -> str:
+        """Returns the first rule of the bounds that the number breaks, or ''."""
+        return next((rule for rule, is_kept in self._bound_rules(number) if not is_kept), "")
 
-    def _rules(self, number: float = 0) -> Iterator[tuple[str, bool]]:
+    def _bound_rules(self, number: float = 0) -> Iterator[tuple[str, bool]]:
+        """Yields each bound as a rule for errors, and whether the number keeps it."""
         low, high = self.interval
         if low is not None and self.bounds[0] == "(":
             yield f"above {low}", number > low
@@ -120,11 +121,11 @@ class Setting:
         """Returns the rule of a value as a sentence without its full stop; '' if every value of the type is allowed."""
         if self.choices:
             names = [f"`{choice!r}`" if choice == "" else f"`{choice}`" for choice in self.choices]
-            more = ", or `PATH.py:NAME`, or `MODULE:NAME`" if isinstance(self.choices, Registry) else ""
-            return f"One of {', '.join(names)}{more}"
+            custom = ", or `PATH.py:NAME`, or `MODULE:NAME`" if isinstance(self.choices, Registry) else ""
+            return f"One of {', '.join(names)}{custom}"
         if isinstance(self.default, tuple):
             return f"Numbers in {self.bounds}" if self.bounds else ""
-        rules = " and ".join(rule for rule, _ in self._rules())
+        rules = " and ".join(rule for rule, _ in self._bound_rules())
         return f"{rules[:1].upper()}{rules[1:]}{'' if self.off is None or not rules else f', or {self.off}'}"
 
 
@@ -229,19 +230,19 @@ OTHER_VALUES = {
 
 
 def settings_meant(name: str, known: Collection[str]) -> list[str]:
-    """Returns the settings that a name of another library, or one without its section, means."""
+    """Returns the settings that a user may mean by a name of another library, or by a name without its section."""
     leaf = name.rpartition(".")[2]
     others = [setting for setting in OTHER_NAMES.get(leaf, []) if setting in known]
-    same = [setting for setting in known if setting.rpartition(".")[2] == leaf]
-    return others or [setting for setting in same if setting.count(".") == min(other.count(".") for other in same)]
+    alike = [setting for setting in known if setting.rpartition(".")[2] == leaf]
+    return others or [setting for setting in alike if setting.count(".") == min(other.count(".") for other in alike)]
 
 
-def no_setting(name: str, siblings: Iterable[str], known: Collection[str]) -> str:
-    """Makes the error about an unknown name; `siblings` are the names at its place, `known` all settings."""
+def explain_unknown_setting(name: str, siblings: Iterable[str], known: Collection[str]) -> str:
+    """Returns the text of an error about an unknown setting; `siblings` are names in its section, `known` all names."""
     siblings, meant = {*siblings} - {name}, settings_meant(name, known)
-    beside = [setting.rpartition(".")[2] for setting in meant if setting.rpartition(".")[2] in siblings]
-    if beside or not meant:
-        near = f"; did you mean {beside[0]!r}?" if beside else did_you_mean(name, siblings)
+    near_names = [setting.rpartition(".")[2] for setting in meant if setting.rpartition(".")[2] in siblings]
+    if near_names or not meant:
+        suggestion = f"; did you mean {near_names[0]!r}?" if near_names else did_you_mean(name, siblings)
     else:
-        near = f"; did you mean {' or '.join(meant[:3])}?"
-    return f"there is no setting {name!r}{near or '; python -m jppo.train --help lists them all'}"
+        suggestion = f"; did you mean {' or '.join(meant[:3])}?"
+    return f"there is no setting {name!r}{suggestion or '; python -m jppo.train --help lists them all'}"

@@ -99,12 +99,12 @@ def stop_texts(texts: str) -> tuple[str, ...]:
 
 def check_factors(names: str, weights: str, setting: str) -> None:
     """Raises a UserError unless there is a weight for each name, both separated by commas, or none."""
-    named = entries(names)
+    name_list = entries(names)
     try:
-        count = len([float(weight) for weight in entries(weights)]) or len(named)
+        count = len([float(weight) for weight in entries(weights)]) or len(name_list)
     except ValueError:
         count = -1
-    if count != len(named) or len(set(named)) != len(named):
+    if count != len(name_list) or len(set(name_list)) != len(name_list):
         raise UserError(f"{setting}={weights!r} must have a number for each of {names!r}, each name once, or be empty")
 
 
@@ -125,7 +125,7 @@ def rejection_rules(names: str, thresholds: str | float) -> tuple[tuple[str, flo
             raise UserError(f"{settings}: {name!r} is given twice; name it once")
     if len(specs) != len(rules) and not (rules and len(specs) == 1):
         raise UserError(f"{settings}: give one threshold for all rules, or one for each, separated by commas")
-    out = []
+    parsed = []
     for name, spec in zip(rules, specs * len(rules) if len(specs) == 1 else specs, strict=True):
         lower, upper = _band(spec, f"{settings}: the threshold of {name}")
         if name.endswith("k1"):
@@ -133,12 +133,12 @@ def rejection_rules(names: str, thresholds: str | float) -> tuple[tuple[str, flo
                 raise UserError(
                     f"{settings}: {spec} alone is the band from 1/{spec} to {spec}, which is empty; give low_high"
                 )
-            out.append((name, 1.0 / upper if lower is None else lower, upper))
+            parsed.append((name, 1.0 / upper if lower is None else lower, upper))
         elif lower is not None:
             raise UserError(f"{settings}: {name} has an upper bound only, {spec!r} is a band; give one number")
         else:
-            out.append((name, 0.0, upper))
-    return tuple(out)
+            parsed.append((name, 0.0, upper))
+    return tuple(parsed)
 
 
 def _band(spec: str | float, name: str) -> tuple[float | None, float]:
@@ -175,11 +175,11 @@ def check_within(steps: tuple[range, ...], total: int, name: str) -> None:
 
 
 def entries(urls: str) -> list[str]:
-    """Splits a list at its commas."""
+    """Splits a text at its commas, without empty parts."""
     return [url.strip() for url in urls.split(",") if url.strip()]
 
 
-def by_source(urls: str) -> dict[str, str]:
+def addresses_by_source(urls: str) -> dict[str, str]:
     """Returns the addresses of `ref.url` by data source; a single address without one is under ''."""
     addresses: dict[str, str] = {}
     pairs = sources_and_addresses(urls)
@@ -240,9 +240,9 @@ def _host(url: str) -> str | None:
 def is_url(url: str) -> bool:
     """Whether `url` is a server's address."""
     try:
-        at = urllib.parse.urlsplit(url)  # which leaves out tabs and line breaks
-        clean = url.isprintable() and " " not in url
-        return clean and at.scheme in ("http", "https") and at.hostname is not None and at.port != 0
+        address = urllib.parse.urlsplit(url)  # which leaves out tabs and line breaks
+        printable = url.isprintable() and " " not in url
+        return printable and address.scheme in ("http", "https") and address.hostname is not None and address.port != 0
     except ValueError:
         return False
 

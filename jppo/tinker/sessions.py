@@ -176,6 +176,7 @@ class Service:
             raise BadRequest(excess)
 
         def compute(model: Model) -> bytes:
+            """Adds the gradient of the request's loss, or computes log-probs; returns the binary reply."""
             request = requests.read_gradient(message)
             name, options = requests.loss_options(request)
             inputs, targets, arrays = requests.loss_inputs(request.data, name)
@@ -259,6 +260,7 @@ class Service:
         known = ("model_id", "path", "sampling_session_seq_id", "seq_id", "user_metadata", "ttl_seconds", "type")
 
         def copy_weights(model: Model) -> Reply:
+            """Copies the model's weights for a name, or for one sampler that has none."""
             options = {key: value for key, value in body.items() if (key, value) != ("kind", "snapshot")}
             requests.require_known("", options, known)
             reply = Reply(type="save_weights_for_sampler")

@@ -67,9 +67,9 @@ def test_weights_and_their_sums_by_a_loop_in_any_layout(flat, change, level, see
     weight = raw_weights(d, mask, level=level)
     papers = [paper_weights(s["d"], level) for s in batch]
     laid.assert_same(weight, papers, rtol=1e-10)
-    truncated = correction.bounded(weight, lower=None, upper=1.2)
+    truncated = correction.bound_weights(weight, lower=None, upper=1.2)
     laid.assert_same(truncated, [[min(w, 1.2) for w in p] for p in papers], rtol=1e-10)
-    banded = correction.bounded(weight, lower=0.7, upper=1.2)
+    banded = correction.bound_weights(weight, lower=0.7, upper=1.2)
     laid.assert_same(banded, [[w if 0.7 <= w <= 1.2 else 0.0 for w in p] for p in papers], rtol=1e-10)
 
     whole = [p for p in papers if p]
@@ -94,9 +94,9 @@ def test_weights_by_hand():
     by_sequence = raw_weights(d, mask, level="sequence")
     np.testing.assert_allclose(by_token, [[2, 0, 3], [0.25, 0, 0]], rtol=1e-12)
     np.testing.assert_allclose(by_sequence, [[6, 0, 6], [0.25, 0, 0]], rtol=1e-12)
-    truncated = correction.bounded(by_token, lower=None, upper=2.5)
+    truncated = correction.bound_weights(by_token, lower=None, upper=2.5)
     np.testing.assert_allclose(truncated, [[2, 0, 2.5], [0.25, 0, 0]], rtol=1e-12)
-    banded = correction.bounded(by_token, lower=0.5, upper=2.5)
+    banded = correction.bound_weights(by_token, lower=0.5, upper=2.5)
     np.testing.assert_allclose(banded, [[2, 0, 0], [0, 0, 0]], rtol=1e-12)
     np.testing.assert_allclose(mean_weight(by_token, mask, level="token"), 5.25 / 3, rtol=1e-12)
     mean = mean_weight(by_sequence, mask, level="sequence")
@@ -168,8 +168,8 @@ def test_what_changes_nothing(flat):
         weight = raw_weights(d, mask, level=level)
         assert not np.allclose(weight, ones)
         for lower in (None, 0.0):
-            np.testing.assert_array_equal(correction.bounded(weight, lower=lower, upper=np.inf), weight)
-        assert not np.allclose(correction.bounded(weight, lower=0.9, upper=np.inf), weight)
+            np.testing.assert_array_equal(correction.bound_weights(weight, lower=lower, upper=np.inf), weight)
+        assert not np.allclose(correction.bound_weights(weight, lower=0.9, upper=np.inf), weight)
         np.testing.assert_array_equal(correction.normalized_weights(weight, mean=jnp.float64(1.0)), weight)
         nothing = correction.normalized_weights(weight, mean=jnp.float64(0.0))
         np.testing.assert_array_equal(nothing, weight)
@@ -213,13 +213,13 @@ def everything(d, mask):
     out = dict(correction.divergences(d, mask))
     for level in LEVELS:
         weight = correction.raw_weights(d, mask, level=level)
-        banded = correction.bounded(weight, lower=0.5, upper=2.0)
+        banded = correction.bound_weights(weight, lower=0.5, upper=2.0)
         mean = correction.mean_weight(weight, mask, level=level)
         out |= {f"{level} {name}": x for name, x in correction.importance(banded, mask).items()}
         out |= {
             f"{level} raw": weight,
             f"{level} banded": banded,
-            f"{level} truncated": correction.bounded(weight, lower=None, upper=2.0),
+            f"{level} truncated": correction.bound_weights(weight, lower=None, upper=2.0),
             f"{level} mean weight": mean,
             f"{level} normalized": correction.normalized_weights(weight, mean=mean),
         }

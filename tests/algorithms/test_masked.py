@@ -197,7 +197,7 @@ def test_entries_outside_the_mask_move_by_hand():
     mask = np.bool_([[0, 1, 0, 0, 1, 0], [1, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]])
     x = np.float32([[1, 2, 4, 8, 16, 32], [1, 2, 4, 8, 0, 0], [1, 1, 1, 1, 1, 1], [1, 0, 2, 0, 0, 4]])
     expected = [[0, 15, 0, 0, 48, 0], [1, 6, 0, 8, 0, 0], [0] * 6, [0, 0, 0, 0, 0, 7]]
-    np.testing.assert_array_equal(masked.moved(x, mask), expected)
+    np.testing.assert_array_equal(masked.move_into_mask(x, mask), expected)
 
 
 @FEW
@@ -205,7 +205,7 @@ def test_entries_outside_the_mask_move_by_hand():
 def test_what_moves_is_neither_lost_nor_made(seed):
     rng = np.random.default_rng(seed)
     x, mask = rng.integers(-9, 9, (5, 12)).astype(np.float32), rng.random((5, 12)) < 0.4
-    found = np.asarray(masked.moved(x, mask))
+    found = np.asarray(masked.move_into_mask(x, mask))
     np.testing.assert_array_equal(found.sum(axis=1), np.where(mask.any(axis=1), x.sum(axis=1), 0))
     assert not found[~mask].any()
-    np.testing.assert_array_equal(masked.moved(found, mask), found)  # moved already
+    np.testing.assert_array_equal(masked.move_into_mask(found, mask), found)  # moved already

@@ -21,7 +21,7 @@ def test_statistics_are_weighted_moments_of_all_batches():
     for n in (5, 1, 7):
         x = rng.normal(3.0, 2.0, (2, 6)).astype(np.float32)
         mask = np.arange(12).reshape(2, 6) < n
-        stats = values.updated(stats, np.where(mask, x, np.nan), mask, decay=0.6)
+        stats = values.update_statistics(stats, np.where(mask, x, np.nan), mask, decay=0.6)
         seen = [(w * 0.6, y) for w, y in seen] + [(0.4, x[mask])]
         weights = np.concatenate([np.full(len(y), w / len(y)) for w, y in seen])
         every = np.concatenate([y for _, y in seen]).astype(np.float64)
@@ -32,31 +32,31 @@ def test_statistics_are_weighted_moments_of_all_batches():
 
 def test_statistics_by_hand():
     """Returns 1 and 3 in the first batch: mean 2, variance 1; decay 0.5 gives the batch the weight 0.5."""
-    stats = values.updated(NONE, np.float32([[1.0, 3.0]]), np.array([[True, True]]), decay=0.5)
+    stats = values.update_statistics(NONE, np.float32([[1.0, 3.0]]), np.array([[True, True]]), decay=0.5)
     np.testing.assert_array_equal(stats, [0.5, 2.0, 1.0])
     # One return of 5 with weight 0.5 beside 0.25: mean (0.25 · 2 + 0.5 · 5) / 0.75 = 4.
-    stats = values.updated(stats, np.float32([[5.0, 9.0]]), np.array([[True, False]]), decay=0.5)
+    stats = values.update_statistics(stats, np.float32([[5.0, 9.0]]), np.array([[True, False]]), decay=0.5)
     np.testing.assert_allclose(stats, [0.75, 4.0, (1 / 3) * 1 + (1 / 3) * (2 / 3) * 9], rtol=1e-6)
     for mean in (3.0, -3.0):
         stats = np.float32([0.5, mean, 4.0])
-        np.testing.assert_allclose(values.denormalised(np.float32(2.0), stats), mean + 4.0)
-        np.testing.assert_allclose(values.normalised(np.float32(mean + 4.0), stats), 2.0)
+        np.testing.assert_allclose(values.denormalise(np.float32(2.0), stats), mean + 4.0)
+        np.testing.assert_allclose(values.normalise(np.float32(mean + 4.0), stats), 2.0)
 
 
 def test_before_the_first_batch_and_without_tokens_nothing_changes():
     x, mask = np.float32([[1.0, 2.0]]), np.zeros((1, 2), np.bool_)
-    np.testing.assert_array_equal(values.denormalised(x, NONE), x)
-    np.testing.assert_array_equal(values.normalised(x, NONE), x)
+    np.testing.assert_array_equal(values.denormalise(x, NONE), x)
+    np.testing.assert_array_equal(values.normalise(x, NONE), x)
     for stats in (NONE, np.float32([0.5, 2.0, 1.0])):
-        np.testing.assert_array_equal(values.updated(stats, x * np.nan, mask, decay=0.9), stats)
+        np.testing.assert_array_equal(values.update_statistics(stats, x * np.nan, mask, decay=0.9), stats)
 
 
 def test_large_returns_lose_no_digits_and_equal_ones_do_not_blow_up():
     mask = np.ones((1, 4), np.bool_)
-    stats = values.updated(NONE, np.float32([[10000, 10001, 10002, 10003]]), mask, decay=0.9)
+    stats = values.update_statistics(NONE, np.float32([[10000, 10001, 10002, 10003]]), mask, decay=0.9)
     np.testing.assert_allclose(stats[2], 1.25, rtol=1e-4)
-    equal = jax.jit(lambda x: values.updated(NONE, x, mask, decay=0.9))(np.full((1, 4), 0.5, np.float32))
-    np.testing.assert_allclose(values.normalised(np.float32(0.6), equal), 1.0, rtol=1e-5)  # 0.1 / √0.01
+    equal = jax.jit(lambda x: values.update_statistics(NONE, x, mask, decay=0.9))(np.full((1, 4), 0.5, np.float32))
+    np.testing.assert_allclose(values.normalise(np.float32(0.6), equal), 1.0, rtol=1e-5)  # 0.1 / √0.01
 
 
 def paper_target(x, low, high, bins):

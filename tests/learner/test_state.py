@@ -57,7 +57,7 @@ def test_random_weights_and_moments_are_drawn_in_their_shards(mesh_shape, head):
 
 @pytest.mark.parametrize("value_norm", [False, True])
 def test_the_state_before_the_first_step(value_norm):
-    """The statistics of returns have the shape of `values.updated`, so that the second step compiles nothing."""
+    """The statistics of returns have the shape of `values.update_statistics`: the second step compiles nothing."""
     mesh = sharding.mesh_of_shape((1, 2, 1, 1))
     policy = {"w": jax.device_put(jnp.ones(4), sharding.replicated(mesh))}
     now = state.begin_state(policy, None, None, None, kl_coef=0.25, seed=3, value_norm=value_norm)
@@ -65,7 +65,7 @@ def test_the_state_before_the_first_step(value_norm):
     assert now.policy is policy and jax.random.key_data(now.key).tolist() == [0, 3]
     assert {x.sharding.mesh for x in (now.step, now.kl_coef, now.bad_steps)} == {mesh}
     if value_norm:
-        later = values.updated(now.value_norm, jnp.ones((1, 2)), jnp.ones((1, 2), bool), decay=0.5)
+        later = values.update_statistics(now.value_norm, jnp.ones((1, 2)), jnp.ones((1, 2), bool), decay=0.5)
         assert now.value_norm.shape == later.shape and not now.value_norm.any()
     else:
         assert now.value_norm is None

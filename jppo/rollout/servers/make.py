@@ -26,7 +26,7 @@ def open_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> ServedR
         return None
     if hosts.count > 1:
         raise UserError(f"ref.url={c.ref.url!r} is for one host, and this run has {hosts.count}; set ref.path")
-    urls, timeout_s = texts.by_source(c.ref.url), c.rollout.request_timeout_s
+    urls, timeout_s = texts.addresses_by_source(c.ref.url), c.rollout.request_timeout_s
     return ServedReferences(urls, longest=c.data.longest_row, tokenizer=tokenizer, timeout_s=timeout_s)
 
 

@@ -180,7 +180,7 @@ class Losses:
         mean = recipe.value_mean if of_critic else recipe.mean
         terms = (Term(function, "critic/vf_loss" if of_critic else "actor/loss"),)
 
-        def loss(params: Weights, scored: Scored, counts: Counts, *_: Any) -> tuple[Array, Outputs]:
+        def custom_loss(params: Weights, scored: Scored, counts: Counts, *_: Any) -> tuple[Array, Outputs]:
             arrays: dict[str, Any] = {name: scored.arrays.get(field) for name, field in BATCH_FIELD_OF.items()}
             arrays |= {"mask": scored.rows.mask, "segment": scored.rows.segment, "weight": scored.arrays.get("weight")}
             arrays |= {VALUE: value(params, scored.rows)} if of_critic else logprob(params, scored.rows)._asdict()
@@ -190,7 +190,7 @@ class Losses:
             return out, Outputs(stats_of(sums), {} if of_critic else {"logprob": arrays["logprob"]})
 
         needs = tuple(field for name, field in BATCH_FIELD_OF.items() if name in reads)
-        return BatchLoss(self._compile_loss(loss, ("weight", *needs)), of_critic, needs)
+        return BatchLoss(self._compile_loss(custom_loss, ("weight", *needs)), of_critic, needs)
 
 
 def _record_reads(function: Function) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ class Responses:
         rows, count = self.place.rows, self.place.count
 
         def scatter(x: np.ndarray) -> np.ndarray:
-            """Returns [N, ...] as [count, ...] with zeros between."""
+            """Puts rows [N, ...] at their places in the origin, [count, ...], between zeros."""
             out = np.zeros((count, *np.shape(x)[1:]), np.asarray(x).dtype)
             out[rows] = x
             return out

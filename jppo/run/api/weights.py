@@ -104,6 +104,7 @@ class TrainedWeights:
         return {f"{name}/{key}": float(value) for key, value in jax.device_get(stats).items()}
 
     def _merge_hyperparameters(self, step: Array, step_overrides: dict[str, float | None]) -> optim.Hyperparameters:
+        """Returns the settings' hyperparameters of a step with overrides; raises UserError for an invalid one."""
         s, name = self._section, self.trainable.name
         betas: Any = s.betas
         configured = dict(lr=float(self._schedule(step)), beta1=betas[0], beta2=betas[1], eps=optim.ADAM_EPS)
