@@ -32,7 +32,7 @@ from jppo.runlog import durable_files
 from jppo.runlog.durable_files import own
 from jppo.runlog.logger import FILE as METRICS
 from jppo.runlog.logger import read_metrics
-from jppo.settings.plan import PlannedRun, check_apart, differing, plan
+from jppo.settings.plan import PlannedRun, check_apart, find_differing, plan
 
 FILE = "sweep.json"
 
@@ -174,7 +174,7 @@ def sweep(
     runs: Sequence[PlannedRun], out: pathlib.Path, command: Command, *, jobs: int, resume: bool, metric: str
 ) -> bool:
     """Runs unfinished runs, `jobs` at a time, and updates record and table; whether all have finished."""
-    names, arguments = differing(runs), {run.name: run.arguments for run in runs}
+    names, arguments = find_differing(runs), {run.name: run.arguments for run in runs}
     with open_states(out, arguments, resume=resume) as states:
         unfinished = [run for run in runs if states[run.name].status != "finished"]
         label_of = {run.name: f"[{i}/{len(runs)}] {run.name}" for i, run in enumerate(runs, 1)}

@@ -96,7 +96,7 @@ def test_a_sweeps_options(file, tmp_path):
     )
     runs, _ = plan.plan([f"--config={config}"], tmp_path / "out")
     assert [run.values["algorithm.options.scale"] for run in runs] == [1.0, 2.5, 1.0]
-    assert plan.differing(runs) == ["algorithm.options.scale", "algorithm.options.kind"]
+    assert plan.find_differing(runs) == ["algorithm.options.scale", "algorithm.options.kind"]
     config.write_text(config.read_text().replace("'algorithm.options.kind': 'sum'", "'algorithm.options.kid': 'sum'"))
     with pytest.raises(UserError, match=r"sweep, run .* has no option 'kid'; .*; did you mean 'kind'"):
         plan.plan([f"--config={config}"], tmp_path / "out")

@@ -52,9 +52,9 @@ def test_a_record_has_the_batchs_numbers_where_tokens_are_trained():
         ref_logprob=np.full((2, 4), -0.25, np.float32),
     )
     chosen = sample_log.choose_responses(data.mask, 2)
-    known = sample_log.quantities(data, chosen, None, bypass=False)
+    known = sample_log.collect_arrays(data, chosen, None, bypass=False)
     trajectories = [trajectory(ids, np.ones(5), uid) for uid, ids in (("a", [9, 9, 1, 2, 3]), ("b", [9, 5, 6, 7, 8]))]
-    first, second = sample_log.records(data, trajectories, chosen, known, lambda ids: [str(i) for i in ids])
+    first, second = sample_log.make_records(data, trajectories, chosen, known, lambda ids: [str(i) for i in ids])
     assert first == {
         "sample": 0,
         "uid": "a",
@@ -73,8 +73,8 @@ def test_a_record_has_the_batchs_numbers_where_tokens_are_trained():
 def test_a_given_response_is_marked_and_has_no_log_ratio_to_the_engine():
     data = batch_of(old_logprob=np.full((2, 4), -1.0, np.float32), advantage=np.ones((2, 4), np.float32))
     some = [trajectory([9, 9, 1, 2, 3], np.ones(5), version=v) for v in (0, -1)]
-    known = sample_log.quantities(data, [0, 1], None, bypass=False)
-    sampled, shown = sample_log.records(data, some, [0, 1], known, lambda ids: [str(i) for i in ids])
+    known = sample_log.collect_arrays(data, [0, 1], None, bypass=False)
+    sampled, shown = sample_log.make_records(data, some, [0, 1], known, lambda ids: [str(i) for i in ids])
     assert "log_ratio_engine" in sampled and "log_ratio_engine" not in shown and "advantage" in shown
     prompt, reward = sample("").prompt, Reward(0.0, {}, None)
     rows = sample_log.sample_rows([prompt] * 2, some, [reward] * 2)
@@ -82,14 +82,14 @@ def test_a_given_response_is_marked_and_has_no_log_ratio_to_the_engine():
 
 
 def test_what_a_run_does_not_have_is_not_recorded():
-    found = sample_log.quantities(batch_of(advantage=np.ones((2, 4))), [0], None, bypass=True)
+    found = sample_log.collect_arrays(batch_of(advantage=np.ones((2, 4))), [0], None, bypass=True)
     assert list(found) == ["advantage"]
 
 
 def test_values_are_recorded_on_the_scale_of_rewards():
     norm = np.array([4.0, 10.0, 9.0], np.float32)  # count, mean, variance
     data = batch_of(value=np.full((2, 4), 2.0, np.float32))
-    found = sample_log.quantities(data, [1], norm, bypass=True)["value"]
+    found = sample_log.collect_arrays(data, [1], norm, bypass=True)["value"]
     assert np.allclose(found, 10.0 + 3.0 * 2.0)
 
 

@@ -56,8 +56,8 @@ def test_a_run_has_what_is_added_and_what_all_have(asked, tmp_path):
         "--config.trainer.seed=2", f"--config.trainer.run_dir={first.folder}",
     )  # fmt: skip
     assert first.values["actor.lr"] == 1e-5 and first.values["data.train_batch_size"] == 64
-    assert plan.differing(runs) == ["actor.lr", "trainer.seed"]
-    assert plan.differing(runs[:2]) == ["actor.lr"]
+    assert plan.find_differing(runs) == ["actor.lr", "trainer.seed"]
+    assert plan.find_differing(runs[:2]) == ["actor.lr"]
 
 
 def test_the_folder_is_named_after_the_file_and_the_argument_is_passed_on(asked, tmp_path):

@@ -124,7 +124,7 @@ def arrays(batch: Batch, trajectories: Sequence[Trajectory]) -> dict[str, np.nda
     return fields | batch.arrays | {"tokens": tokens}
 
 
-def _entries_of_rows(batch: Batch, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _find_entries(batch: Batch, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns which entries of rows [R, T] are in the flat batch [B, L], and their indices b and columns there."""
     sequence = np.asarray(rows.sequence)
     column = np.asarray(rows.position) - np.asarray(batch.first)[sequence]
@@ -136,14 +136,14 @@ def unpack_rows(batch: Batch, packed: Sequence[tuple[Rows, np.ndarray]]) -> np.n
     """Converts rows [R, T] to the layout of the batch; 0 where it has no entry."""
     out = np.zeros(batch.mask.shape, packed[0][1].dtype if packed else np.float32)
     for rows, values in packed:
-        in_batch, row, column = _entries_of_rows(batch, rows)
+        in_batch, row, column = _find_entries(batch, rows)
         out[row[in_batch], column[in_batch]] = values[in_batch]
     return out
 
 
 def pack_like(batch: Batch, array: Any, rows: Rows) -> np.ndarray:
     """Converts an array [B, L] of the batch to the layout of rows [R, T]; 0 at prompts and padding."""
-    in_batch, row, column = _entries_of_rows(batch, rows)
+    in_batch, row, column = _find_entries(batch, rows)
     entries = array[row, column]
     return np.where(in_batch, entries, np.zeros((), entries.dtype))
 

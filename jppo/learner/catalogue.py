@@ -80,7 +80,7 @@ def clip_cov(*, ratio: float, low: float, high: float, clip_low: float, clip_hig
         arrays = view.logprob, view.old_logprob, view.advantage, view.mask
         return losses.drawn_by_covariance(view.key, *arrays, count=view.count(ratio), low=low, high=high, **clip)
 
-    return selecting(partial(losses.clip_cov, **clip), mark_tokens)
+    return make_selecting(partial(losses.clip_cov, **clip), mark_tokens)
 
 
 def kl_cov(*, ratio: float, coef: float) -> Algorithm:
@@ -89,10 +89,10 @@ def kl_cov(*, ratio: float, coef: float) -> Algorithm:
     def mark_tokens(view: BeforeView) -> Array:
         return losses.highest_covariance(view.logprob, view.advantage, view.mask, count=view.count(ratio))
 
-    return selecting(partial(losses.kl_cov, ppo_kl_coef=coef), mark_tokens)
+    return make_selecting(partial(losses.kl_cov, ppo_kl_coef=coef), mark_tokens)
 
 
-def selecting(loss: Callable[..., losses.PolicyLoss], mark_tokens: Callable[[BeforeView], Array]) -> Algorithm:
+def make_selecting(loss: Callable[..., losses.PolicyLoss], mark_tokens: Callable[[BeforeView], Array]) -> Algorithm:
     """Makes a policy loss that treats marked tokens differently, as clip_cov and kl_cov do; `before` marks them."""
 
     def loss_by_token(view: LossView) -> tuple[Array, dict[str, Array]]:

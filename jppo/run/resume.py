@@ -150,7 +150,7 @@ def resume_or_begin(
         if int(resumed.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; resuming it is deliberate
             resumed = dataclasses.replace(resumed, bad_steps=begin.bad_steps)
     fresh_note = "the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"
-    lines = (*_differences(restored.meta, identity), *([fresh_note] if fresh else ()))
+    lines = (*_describe_changes(restored.meta, identity), *([fresh_note] if fresh else ()))
     place: dict[str, Any] = {name: restored.meta[name] for name in ("cursor", "reward") if name in restored.meta}
     return Begun(
         Progress(resumed, place, restored.meta.get("pending")), restored.step, restored.meta.get("queue", {}), lines
@@ -214,7 +214,7 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
         raise UserError(f"{message} since the checkpoint was written; {remedy}")
 
 
-def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+def _describe_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Returns lines for the console on the settings and package versions that have changed since the checkpoint."""
     lines = []
     for kind, label in (("config", "settings"), ("versions", "versions")):

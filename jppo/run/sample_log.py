@@ -144,8 +144,8 @@ def record_tokens(run: "Run", step: int, data: Batch, trajectories: Sequence[Tra
     """Writes samples/tokens_STEP.jsonl of `trainer.token_samples` responses; `value_norm` is from before the step."""
     chosen = choose_responses(np.asarray(data.mask)[: len(trajectories)], run.c.trainer.token_samples)
     if run.hosts.first and chosen:
-        arrays_by_name = quantities(data, chosen, value_norm, bypass=run.learner.recipe.bypass)
-        rows = records(data, trajectories, chosen, arrays_by_name, lambda ids: pieces(run.inputs.tokenizer, ids))
+        arrays_by_name = collect_arrays(data, chosen, value_norm, bypass=run.learner.recipe.bypass)
+        rows = make_records(data, trajectories, chosen, arrays_by_name, lambda ids: pieces(run.inputs.tokenizer, ids))
         run.logger.samples(f"tokens_{step}", rows)
 
 
@@ -156,7 +156,7 @@ def choose_responses(mask: np.ndarray, count: int) -> list[int]:  # [B, L] bool
     return [int(i) for i in usable[places]]
 
 
-def quantities(data: Batch, chosen: Sequence[int], value_norm: Any, *, bypass: bool) -> dict[str, np.ndarray]:
+def collect_arrays(data: Batch, chosen: Sequence[int], value_norm: Any, *, bypass: bool) -> dict[str, np.ndarray]:
     """Returns the recorded quantities of the chosen responses, each [chosen, L], by name.
 
     Values are on the scale of the rewards. A log-ratio is the old policy's log-prob minus the engine's or the
@@ -182,7 +182,7 @@ def quantities(data: Batch, chosen: Sequence[int], value_norm: Any, *, bypass: b
     return {name: x for name, x in arrays.items() if x is not None}
 
 
-def records(
+def make_records(
     data: Batch,
     trajectories: Sequence[Trajectory],
     chosen: Sequence[int],

@@ -101,7 +101,7 @@ class Queue:
     restored: tuple[trajectories.Step, ...] = ()  # from a checkpoint, not requested yet: before new prompts
 
 
-def rewards_of(groups: Sequence[tuple[Draws, int]]) -> list[Reward]:
+def collect_rewards(groups: Sequence[tuple[Draws, int]]) -> list[Reward]:
     """Waits for the rewards of groups, and returns them in the order of the groups; collects each grading once."""
     by_draws: dict[int, tuple[Draws, list[int]]] = {}
     for draws, group in groups:
@@ -236,9 +236,9 @@ class SampleQueue:
 
     def state(self) -> dict[str, Any]:
         """Returns requests that are not yet trained on, as JSON types; {} without prefetching."""
-        return trajectories.merged(self._hosts.gather(self._state_of_host))
+        return trajectories.merged(self._hosts.gather(self._host_state))
 
-    def _state_of_host(self) -> dict[str, Any]:
+    def _host_state(self) -> dict[str, Any]:
         """Returns `state` with this host's responses."""
         queue = self._queue
         if not self._c.staleness and not queue.restored and not any(request.restored for request in queue.queue):
@@ -310,12 +310,12 @@ class SampleQueue:
         options = self._c
         self._request_saved(last_step)
         for step in range(max(version, self._queue.next), last_step + 1):
-            indices, cursor = self._next_prompts(self._queue.cursor, options.batch_size)
+            indices, cursor = self._choose_prompts(self._queue.cursor, options.batch_size)
             request = self._start(step, version, indices, cursor, frozenset(range(len(indices))))
             queue = (*self._queue.queue, request)
             self._queue = dataclasses.replace(self._queue, cursor=cursor, next=step + 1, queue=queue)
 
-    def _next_prompts(self, cursor: Cursor, size: int) -> tuple[np.ndarray, Cursor]:
+    def _choose_prompts(self, cursor: Cursor, size: int) -> tuple[np.ndarray, Cursor]:
         """Returns the indices of the next prompts, and the position after them."""
         return next_batch(
             cursor, n=len(self._train.prompts), batch_size=size, seed=self._c.seed, shuffle=self._c.shuffle,
@@ -325,7 +325,7 @@ class SampleQueue:
     def _fill_step(self, saved: trajectories.Step, cursor: Cursor) -> tuple[trajectories.Step, Cursor]:
         """Adds new prompts to a checkpoint's last step, which a run with `partial` left with too few."""
         size = self._c.batch_size
-        indices, cursor = self._next_prompts(cursor, size - len(saved.indices))
+        indices, cursor = self._choose_prompts(cursor, size - len(saved.indices))
         indices, after = np.concatenate([saved.indices, indices]), dataclasses.asdict(cursor)
         return dataclasses.replace(saved, indices=indices, after=after, left=frozenset(range(size))), cursor
 
@@ -417,10 +417,10 @@ class SampleQueue:
         self, samples: Sequence[tuple[Draws, int]], greedy_draws: Sequence[tuple[Draws, int]]
     ) -> tuple[list[Reward], list[Reward] | None]:
         """Waits for the rewards of samples and, where there are any, of greedy responses, on all hosts."""
-        rewards = trajectories.rewards_of_all(self._hosts, lambda: rewards_of(samples))
+        rewards = trajectories.rewards_of_all(self._hosts, lambda: collect_rewards(samples))
         if not self._c.greedy:
             return rewards, None
-        return rewards, trajectories.rewards_of_all(self._hosts, lambda: rewards_of(greedy_draws))
+        return rewards, trajectories.rewards_of_all(self._hosts, lambda: collect_rewards(greedy_draws))
 
 
 def ages(responses: Sequence[Trajectory], step: int) -> np.ndarray:

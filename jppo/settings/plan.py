@@ -136,7 +136,7 @@ def _list_addresses(values: dict[str, Any]) -> Iterator[str]:
     yield from (f"the server {url}" for url in texts.entries(values["rollout.urls"]))
 
 
-def differing(runs: Sequence[PlannedRun]) -> list[str]:
+def find_differing(runs: Sequence[PlannedRun]) -> list[str]:
     """Returns the settings of the sweep that differ between its runs."""
     names = dict.fromkeys(name for run in runs for name in run.overrides)
     return [name for name in names if len({repr(run.values.get(name)) for run in runs}) > 1]

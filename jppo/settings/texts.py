@@ -110,7 +110,7 @@ def check_factors(names: str, weights: str, setting: str) -> None:
 
 def importance_band(spec: str | float) -> tuple[float | None, float]:
     """Parses the bounds of importance weights: '2.0' is an upper bound, '0.5_2.0' a band."""
-    return _band(spec, "algorithm.rollout_is_threshold")
+    return _parse_band(spec, "algorithm.rollout_is_threshold")
 
 
 def rejection_rules(names: str, thresholds: str | float) -> tuple[tuple[str, float, float], ...]:
@@ -127,7 +127,7 @@ def rejection_rules(names: str, thresholds: str | float) -> tuple[tuple[str, flo
         raise UserError(f"{settings}: give one threshold for all rules, or one for each, separated by commas")
     parsed = []
     for name, spec in zip(rules, specs * len(rules) if len(specs) == 1 else specs, strict=True):
-        lower, upper = _band(spec, f"{settings}: the threshold of {name}")
+        lower, upper = _parse_band(spec, f"{settings}: the threshold of {name}")
         if name.endswith("k1"):
             if lower is None and upper < 1:
                 raise UserError(
@@ -141,7 +141,7 @@ def rejection_rules(names: str, thresholds: str | float) -> tuple[tuple[str, flo
     return tuple(parsed)
 
 
-def _band(spec: str | float, name: str) -> tuple[float | None, float]:
+def _parse_band(spec: str | float, name: str) -> tuple[float | None, float]:
     """Parses an upper bound alone, as in 2.0, or a lower and an upper one, as in 0.5_2.0."""
     parts = str(spec).split("_")
     try:
@@ -227,10 +227,10 @@ def lookup_place(urls: str) -> pathlib.Path | Named | None:
 
 def remote_urls(urls: str) -> list[str]:
     """Returns the addresses that are not this machine's; also `file:PATH`, whose addresses are not read."""
-    return [url for url in entries(urls) if _host(url) not in LOOPBACK]
+    return [url for url in entries(urls) if _parse_host(url) not in LOOPBACK]
 
 
-def _host(url: str) -> str | None:
+def _parse_host(url: str) -> str | None:
     try:
         return urllib.parse.urlsplit(url).hostname
     except ValueError:  # malformed; another rule rejects it

@@ -89,7 +89,7 @@ def _require_keys(text: str, source: str) -> tuple[str, ...]:
     return keys
 
 
-def _owner_of(key: str, keys: Sequence[str]) -> str:
+def _find_owner(key: str, keys: Sequence[str]) -> str:
     """Returns the known key that was sent, in a time that does not depend on the keys; raises BadRequest."""
     sent = key.encode("utf-8", "surrogateescape")
     matches = [known for known in keys if hmac.compare_digest(known.encode(), sent)]
@@ -107,13 +107,13 @@ def start_server(service: Service, keys: Sequence[str], host: str, port: int) ->
         name = request.path.removeprefix(_PREFIX)
         name = name if name.startswith(("samplers/", "sessions/")) else name.replace("/", "_")
         try:
-            return await service.answer(_owner_of(request.key, keys), request.method, name, request.body)
+            return await service.answer(_find_owner(request.key, keys), request.method, name, request.body)
         except UserError as e:
             raise BadRequest(str(e)) from e
 
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="jppo-tinker", daemon=True).start()
-    server = HttpServer(answer, lambda key: _owner_of(key, keys), _refusal)
+    server = HttpServer(answer, lambda key: _find_owner(key, keys), _refusal)
     with _name_address_in_errors(host, port):
         host, port = asyncio.run_coroutine_threadsafe(server.start(host, port), loop).result()
     return server, f"http://{host}:{port}"

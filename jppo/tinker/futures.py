@@ -119,7 +119,7 @@ def answer_samples(base: Model, futures: Sequence[Future]) -> None:
     """Samples and scores for the futures of one group, whose weights and options are equal, and finishes them."""
     requests = [future.sample for future in futures if future.sample is not None]
     first = requests[0]
-    scores: list[np.ndarray | None] = [None] * len(requests) if first.scored is None else _scores(base, requests)
+    scores: list[np.ndarray | None] = [None] * len(requests) if first.scored is None else _score_prompts(base, requests)
     fits = len(first.prompt) <= base.settings.data.max_prompt_length  # else the prompt is scored only
     prompts = [request.prompt for request in requests]
     trajectories = iter(base.sample(prompts, weights=first.weights, **first.options) if fits else [])
@@ -131,7 +131,7 @@ def answer_samples(base: Model, futures: Sequence[Future]) -> None:
         future.finish(samples_message(results, prompt_scores))
 
 
-def _scores(base: Model, requests: Sequence[SampleRequest]) -> list[np.ndarray | None]:
+def _score_prompts(base: Model, requests: Sequence[SampleRequest]) -> list[np.ndarray | None]:
     """Returns the log-probs of each prompt's tokens [t]: the last `scored` of them, NaN for the others."""
     scorable = [request.prompt for request in requests if len(request.prompt) > 1]  # the first token has no log-prob
     rows = iter(base.logprobs(base.examples(scorable), weights=requests[0].weights) if scorable else [])

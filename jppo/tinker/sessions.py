@@ -341,7 +341,7 @@ class Service:
 
     def work(self) -> None:
         """Runs requests until `close`; called by the thread that opened the model."""
-        while (futures := self._next_requests()) is not None:
+        while (futures := self._take_requests()) is not None:
             try:
                 if futures and futures[0].sample is not None:
                     answer_samples(self._base, futures)
@@ -356,7 +356,7 @@ class Service:
         """Ends `work` after the request that runs; a signal handler may call it."""
         self._closing = True
 
-    def _next_requests(self) -> list[Future] | None:
+    def _take_requests(self) -> list[Future] | None:
         """Waits for the next request, or all samples of its group; ends sessions that expired."""
         with self._changed:
             if not self._queue and not self._closing:

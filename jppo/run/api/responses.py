@@ -104,13 +104,13 @@ class Responses:
 
     def pack_mini_batch(self, reads: Sequence[str], plan: packing.Plan, mesh: Mesh) -> batch.Mini:
         """Packs the batch for one gradient, with the row numbers of the batch that it is a part of."""
-        whole = self._within_origin()
+        whole = self._place_in_origin()
         options = dict[str, Any](plan=plan, mesh=mesh, mini_batch_size=len(self), order=self.place.rows)
         (mini,) = batch.mini_batches(whole.data, whole.trajectories, reads=reads, **options)
         micros = [dataclasses.replace(micro, rows=whole._with_targets(micro.rows)) for micro in mini.micros]
         return dataclasses.replace(mini, micros=micros)
 
-    def _within_origin(self) -> "Responses":
+    def _place_in_origin(self) -> "Responses":
         """Returns a batch as large as the origin, with these rows at their places and empty rows elsewhere."""
         rows, count = self.place.rows, self.place.count
 
