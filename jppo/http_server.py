@@ -292,7 +292,10 @@ class _Connection(asyncio.BufferedProtocol):
         self._close_after_reply()
 
     def _close_after_reply(self) -> None:
-        """Ends the connection when its client has read the reply; closed at once, unread bytes would discard that."""
+        """Ends the connection once its client has the reply: it reads the rest of the request first.
+
+        A socket that is closed with unread bytes is reset, and the client may lose a reply that is on its way.
+        """
         self._ended = True
         self._take_body()
         self._timeout.cancel()

@@ -219,7 +219,7 @@ def require_progress(run: Run, now: TrainState) -> None:
 
 
 def train(config: Settings | ConfigDict) -> None:
-    """Runs a whole training on each host; when it returns, the state is on disk."""
+    """Trains, or with trainer.val_only tests; a run that has already finished is only summarised."""
     c = settings.typed(config, Settings)
     with join_hosts(c) as hosts, memory_explained(c, hosts=hosts.count):
         with contextlib.ExitStack() as stack:
@@ -238,7 +238,7 @@ def train(config: Settings | ConfigDict) -> None:
                     run.logger.note(line)
                 now = loop.learn(run, make_method(run), begun.now)
                 with run.timer("save"):
-                    run.checkpoints.wait()  # `finished` compares the times of the two files
+                    run.checkpoints.wait()  # a finished run is one whose export is newer than its last checkpoint
                     parts = (run.c, run.inputs, run.learner, run.folder)
                     hosts.together(lambda: export_policy(*parts, now.state, write=hosts.first))
         if hosts.first:

@@ -183,7 +183,10 @@ class Toolbox:
         self._user_code = user_code
 
     async def call(self, calls: Sequence[ParsedCall], prompt: Prompt, memory: dict[str, Any]) -> ToolReplies:
-        """Makes the calls concurrently; every call has an answer. Calls above the limit are not made."""
+        """Makes the calls concurrently and returns their replies; calls above the limit get one reply, an error.
+
+        `memory` is the conversation's, which the tools may change.
+        """
         limit = self._limits.parallel
         replies = list(await asyncio.gather(*(self._call_one(call, prompt, memory) for call in calls[:limit])))
         if (surplus := len(calls) - limit) > 0:

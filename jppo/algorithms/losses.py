@@ -140,9 +140,12 @@ def dppo_kl(
     logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array,
     *, clip_low: float, clip_high: float, clip_c: float,
 ) -> PolicyLoss:  # fmt: skip
-    """`dppo_tv` with a trust region of KL(π_old ‖ π) ≤ ε of the two Bernoulli variables (arXiv:2602.04879).
+    """REINFORCE with truncated ratios inside a trust region of KL (DPPO, Qi et al., arXiv:2602.04879).
 
-    A token outside it still counts if its gradient leads back: where A > 0 if π ≤ π_old, elsewhere if π ≥ π_old.
+        L = -A sg[min(ρ, clip_c)] log π     if KL(π_old ‖ π) ≤ clip_high, or clip_low where A ≤ 0; else 0
+
+    The KL is of Bernoulli variables, as in `dppo_tv`. A token outside it still counts if its gradient leads back: where
+    A > 0 if π ≤ π_old, elsewhere if π ≥ π_old.
     """
     chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
     now, before = jnp.where(mask, logp, 0.0), jnp.where(mask, old_logp, 0.0)

@@ -49,7 +49,10 @@ class ServerMemory:
         return {about: count for about, count in (parts | cache).items() if count}
 
     def awake(self, total: int) -> dict[str, int]:
-        """Returns the bytes by part while the server samples, on a GPU of `total` bytes."""
+        """Returns the bytes by part while the server samples, on a GPU of `total` bytes.
+
+        With a cache of a given size they are counted, with what a sleeping server holds too; else it takes a fraction.
+        """
         if self.cache:
             return {f"{self.name}: {about}": count for about, count in self.least().items()} | {self.name: ASLEEP}
         return {f"{self.name} awake, {self.fraction:.0%} of the GPU": int(self.fraction * total)}

@@ -116,7 +116,10 @@ class JudgeClient:
         await self._client.close()
 
     async def _send_openai(self, system: str, question: str) -> Any:
-        """Sends a chat request by OpenAI's SDK, without arguments that the server has rejected before."""
+        """Sends a chat request by OpenAI's SDK, in the form of arguments that this server takes.
+
+        `_other_forms` has the arguments whose usual form it has rejected before.
+        """
         limit = "max_completion_tokens" if "max_completion_tokens" in self._other_forms else "max_tokens"
         extra = {"extra_body": {"enable_thinking": False}} if "enable_thinking" in self._other_forms else {}
         return await self._client.chat.completions.create(

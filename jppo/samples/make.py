@@ -112,10 +112,10 @@ def make_texts(c: Settings) -> Callable[[Prompt], Sequence[str]] | None:
 
 
 def require_given(c: Settings, prompts: Sequence[Prompt]) -> None:
-    """Raises UserError if the responses that the algorithm gives for a prompt cannot take places of its samples."""
+    """Checks the demonstrations of an algorithm with `given`, for all prompts; raises UserError for a wrong one."""
     if (texts := make_texts(c)) is not None:
         for prompt in prompts:
-            texts(prompt)
+            texts(prompt)  # raises
 
 
 def make_given(c: Settings, tokenizer: Any, end_tokens: Sequence[int]) -> Give | None:

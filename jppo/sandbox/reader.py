@@ -218,7 +218,7 @@ class Reading:
                                 self._add_kind(parameter, _RESULT)
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        """Notes the kinds of the targets of an assignment."""
+        """Notes for each name or attribute that is assigned to what kind of value it has from here on."""
         match target, value:
             case ((ast.Tuple(elts=targets) | ast.List(elts=targets)), (ast.Tuple(elts=parts) | ast.List(elts=parts))):
                 if len(targets) == len(parts):

@@ -77,12 +77,12 @@ def translate(
         key = key_of(short)
         if key in values:
             return values[key]
-        name = find_row(key)
+        row = find_row(key)
         if config is not None and key in OF_CONFIG:
             return OF_CONFIG[key](config, values)
-        if config is not None and name and name.key == key and name.setting and name.convert in UNCHANGED:
-            return config[name.setting]
-        default = name.default if name and name.key == key else None
+        if config is not None and row and row.key == key and row.setting and row.convert in UNCHANGED:
+            return config[row.setting]
+        default = row.default if row and row.key == key else None
         return get(default[1:]) if isinstance(default, str) and default.startswith("=") else default
 
     if schedule := _OF_ENGINE.get(derived.training_engine(get)):
@@ -117,12 +117,12 @@ def translate(
 
 
 def _following(get: GetKey, names: Collection[str]) -> dict[str, Any]:
-    """Returns those of these settings that follow from several keys."""
+    """Returns the values of those settings in `names` that several of verl's keys decide together, by `FOLLOWING`."""
     settings: dict[str, Any] = {}
     for setting, (follow, keys, _) in FOLLOWING.items():
         if setting not in names or _is_unused_critic(setting, get):
             continue
-        with contextlib.suppress(Needless, Unsupported):  # a key's own line says it
+        with contextlib.suppress(Needless, Unsupported):  # the translation of the key alone reports these
             try:
                 value = follow(get)
             except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:

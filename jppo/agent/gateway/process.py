@@ -95,7 +95,7 @@ class Program:
     """A process that forks for every episode (`forks.py`): a function's imports are paid for once, all end with it."""
 
     def __init__(self, agent: str, work: Sequence[str]):
-        """`work` has the arguments of `forks.py`."""
+        """`agent` is the value of rollout.agent, `work` the command line of `forks.py`, which starts its programs."""
         self._agent, self._work = agent, work
         self._process: asyncio.subprocess.Process | None = None
         self._failed: RolloutError | None = None

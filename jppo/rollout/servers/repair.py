@@ -102,6 +102,7 @@ class Repairs:
             await endpoint.with_timeout(self._limits.health_timeout_s).check_async("/health")
 
     async def _probe(self, member: Member, endpoint: Endpoint) -> None:
+        """Checks once whether a server is healthy; one that is not is repaired, and a bug here ends the run."""
         try:
             if member.server is not None and not member.server.alive():
                 raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.excerpt()}")
