@@ -300,7 +300,7 @@ class Python:
         }
 
     async def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:
-        """Returns the program's output and the last line of its error."""
+        """Returns what the program prints, with the last line of its own error; raises where it could not be run."""
         sample = {"data_source": "", "text": str(arguments["code"]), "truth": "", "extra": None}
         result = await asyncio.wrap_future(self._pool.submit(self._target, sample))
         if result.error is not None:

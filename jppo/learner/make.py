@@ -272,7 +272,8 @@ def optimizer_of(section: Optimizer, name: str, layout: state.ModelLayout) -> An
 def make_chain(section: Optimizer, name: str, matrices: Any = None) -> optim.Chain:
     """Returns the optax chain of `optimizer` in section `name`, as a function of the learning rate.
 
-    Given `Hyperparameters`, AdamW takes all of them, another optimizer the learning rate alone.
+    Given `Hyperparameters`, AdamW takes all of them, another optimizer the learning rate alone. `matrices` tells Muon
+    which parameters are matrices.
     """
 
     def chain(learning_rate: Any) -> optax.GradientTransformation:
@@ -285,7 +286,7 @@ def make_chain(section: Optimizer, name: str, matrices: Any = None) -> optim.Cha
         transformation = parts.OPTIMIZERS.make(section.optimizer, f"{name}.optimizer", *arguments)
         return cast(optax.GradientTransformation, transformation)  # `make` has checked the class
 
-    chain(0.0)
+    chain(0.0)  # raises where the optimizer cannot be made
     return chain
 
 

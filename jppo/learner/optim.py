@@ -188,6 +188,7 @@ def stochastic_rounding(inner: Transformation) -> Transformation:
     """
 
     def to_bf16(state: Any, params: Params, steps: Array) -> Any:
+        """Rounds a state's moments stochastically, by bits that follow from the step and the leaf's number."""
         numbers = iter(range(len(jax.tree.leaves(state))))
 
         def round_leaf(x: Any, _: Any) -> Any:

@@ -173,6 +173,7 @@ def make_exact(
         def score_chunk(
             vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array, ref_logits: jax.Array
         ) -> tuple[jax.Array, ...]:
+            """Returns log π, entropy, log π_ref, their divergence and the statistics of a chunk of tokens."""
             logprobs = heads.logprob_of(logits, targets, vocabulary)
             ref_logprob = heads.logprob_of(ref_logits, targets, vocabulary)
             sharded = dict(log_softmax=vocabulary.log_softmax, total=vocabulary.total, largest=vocabulary.largest)

@@ -163,7 +163,7 @@ def remove_padding(now: TrainState, spare: Spare) -> TrainState:
 
 
 def restore_padding(now: TrainState, spare: Spare, template: TrainState) -> TrainState:
-    """Inverts `remove_padding`: adds padding rows of zeros, and shards each array as in `template`."""
+    """Inverts `remove_padding`: adds `spare` rows of zeros to each array that had them, sharded as in `template`."""
 
     def add_padding(x: jax.Array, n: int, template: jax.Array) -> jax.Array:
         return jax.device_put(jnp.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1)), template.sharding) if n else x

@@ -162,7 +162,7 @@ class Descents:
 
 
 def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples: int = 1) -> list[Trajectory]:
-    """Returns trajectories as a step may have them at most: `count` ones, with responses of maximum length.
+    """Returns `count` trajectories of the prompts in turn, `samples` of each, whose responses have `response` tokens.
 
     Those of equal lengths share arrays: a step of 8,192 long responses would take gigabytes.
     """

@@ -147,6 +147,7 @@ class _Side(Plain):
             left = left[os.write(self._out, left) :]
 
     def _receive(self) -> dict[str, Any]:
+        """Reads the other side's next message, a line of JSON, and applies what it says of objects that have changed."""
         os.set_blocking(self._in.fileno(), True)  # a program may have changed it
         line = self._in.readline(_LINE_BYTES)
         try:
@@ -207,6 +208,7 @@ class ProgramSide(_Side):
         return ["class", self.export(kind), name, [self.encode(base) for base in bases], special, module]
 
     def resolve(self, sent: Any) -> Any:
+        """Returns what a reference stands for: also a name of a module, a function or an iterator of the tests."""
         tag, *rest = sent
         if tag == "name":
             return functools.reduce(getattr, rest[1].split("."), importlib.import_module(rest[0]))
@@ -352,6 +354,7 @@ class TestsSide(_Side):
         raise Unsupported(f"they hand the program a {type(value).__name__}")
 
     def resolve(self, sent: Any) -> Any:
+        """Returns what a reference stands for: also a class of the program, or a handle of one of its objects."""
         tag, *rest = sent
         if tag == "exception" and rest[0] in _SWALLOWING:
             raise Gone("no value")

@@ -228,7 +228,7 @@ class Reading:
         self._set_kind(target, self._kind(value))
 
     def _set_kind(self, target: ast.expr, kind: str) -> None:
-        """Notes the kind of a target."""
+        """Notes that a name or attribute has values of this kind from here on; of a tuple, its items."""
         if isinstance(target, ast.Tuple | ast.List):
             for part in target.elts:
                 self._set_kind(part, _item_kind(kind))

@@ -240,7 +240,7 @@ def _setting_line(name: KeyRow) -> str:
 
 
 def _lines_by_reason(kind: str) -> Iterator[str]:
-    """Yields a line for each reason, with all keys of this kind that have it."""
+    """Yields a line of Markdown for each reason why keys of this kind are not translated, with the keys."""
     rows = [name for name in KEYS if name.kind == kind]
     for why in dict.fromkeys(name.why for name in rows):
         yield _item(f"{why}: {', '.join(f'`{name.key}`' for name in rows if name.why == why)}")

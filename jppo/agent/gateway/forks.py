@@ -44,7 +44,10 @@ def main(channel: socket.socket, work: Callable[[], int]) -> None:
 
 
 def _fork_for_each(channel: socket.socket, wake_read: int, work: Callable[[], int]) -> None:
-    """Forks for each episode that the gateway sends; `wake_read` can be read after a guard has ended."""
+    """Forks a guard for each episode that the gateway sends, {"id", "env"} with its files; {"id"} alone ends one.
+
+    A guard runs `work` and ends what is left of it; after its end `wake_read` can be read, and {"id", "code"} is sent.
+    """
     running: dict[int, int] = {}
     while True:
         ready, _, _ = select.select([channel.fileno(), wake_read], [], [])

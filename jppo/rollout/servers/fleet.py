@@ -268,7 +268,7 @@ class Fleet(PublishedServers):
 
 
 class ServerEngine:
-    """Servers that are starting."""
+    """Servers that are starting, or addresses of running ones; `ready` waits for them and returns the sampler."""
 
     def __init__(
         self,
