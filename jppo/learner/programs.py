@@ -151,7 +151,7 @@ def with_before(micro: Scored | Rows, dtype: Any) -> Scored | Rows:
 def empty_batch(learner: StepLearner, now: TrainState, rows: Rows) -> tuple[Batch, Batch]:
     """Returns two batches of padding alone, before and after the advantages, with any step's shapes and dtypes.
 
-    Programs are compiled for them. The dtypes are those of the scoring passes over `rows`, one micro-batch of any shape.
+    Programs are compiled for them. Dtypes are those of the scoring passes over `rows`, a micro-batch of any shape.
     """
     passes, recipe, no_rows = learner.passes, learner.recipe, np.zeros(0, np.int32)
     algorithm = recipe.algorithm

@@ -147,7 +147,7 @@ class _Side(Plain):
             left = left[os.write(self._out, left) :]
 
     def _receive(self) -> dict[str, Any]:
-        """Reads the other side's next message, a line of JSON, and applies what it says of objects that have changed."""
+        """Reads the other side's next message, a line of JSON, and applies what it says of changed objects."""
         os.set_blocking(self._in.fileno(), True)  # a program may have changed it
         line = self._in.readline(_LINE_BYTES)
         try:
