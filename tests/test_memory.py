@@ -211,7 +211,7 @@ def test_no_step_of_six_compiles(small_run, tmp_path, monkeypatch):
     jax.monitoring.register_event_duration_secs_listener(listen)
     monkeypatch.setattr(train, "ppo_step", stepped)
     monkeypatch.setattr(train.resume, "save_checkpoint", saved)
-    monkeypatch.setattr(batch, "micros", made)
+    monkeypatch.setattr(batch, "pack_micros", made)
     monkeypatch.setattr(batch, "mini_batches", minis)
     train.train(c)
     assert len(steps) == 6 and seen and not [one for one in seen if one[0]]

@@ -30,7 +30,7 @@ SERVER = textwrap.dedent("""
     time.sleep(0.5)
     http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """)
-RUN = "import os, pathlib, sys; from jppo import serve; sys.exit(serve.run_server([sys.executable, '-c', *sys.argv[3:]], dict(os.environ), address='http://me:1', own=sys.argv[2], file=pathlib.Path(sys.argv[1])))"  # noqa: E501
+RUN = "import os, pathlib, sys; from jppo import serve; sys.exit(serve.run_server([sys.executable, '-c', *sys.argv[3:]], dict(os.environ), address='http://me:1', local=sys.argv[2], file=pathlib.Path(sys.argv[1])))"  # noqa: E501
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_list_that_cannot_be_written_is_refused_before_the_start(tmp_path, nam
     (tmp_path / "folder").mkdir()
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=f"--listed={tmp_path / name}: .*; name a text file in a folder"):
-        how = dict(address="http://me:1", own="http://me:1", file=tmp_path / name)
+        how = dict(address="http://me:1", local="http://me:1", file=tmp_path / name)
         serve.run_server(["/no/program"], {guard.TOKEN: "x"}, **how)
 
 
