@@ -314,6 +314,22 @@ def test_other_weights_in_the_engine_are_seen(m, batch):
         m.logprobs(m.batch(wrong))
 
 
+def test_a_checkpoint_of_training_is_read(finished_run):
+    c = finished_run
+    sections = dict(
+        data=dict(max_prompt_length=8, max_response_length=6, row_lengths=1), model=dict(init="random"),
+        critic=dict(value_head_std=0.2),
+    )  # fmt: skip
+    with jppo.open(c.model.path, **sections) as m:
+        assert m.load(c.trainer.run_dir) == 2 and m.step == 2
+        m.forward_backward(m.examples([[2, 3, 4, 5]]), "cross_entropy")
+        m.optim_step()
+        assert m.publish() == 3
+    with jppo.open(c.model.path, **sections | {"trainer": dict(seed=7)}) as m:
+        with pytest.raises(UserError, match=r"trainer\.seed=7 was 1 when the checkpoint was written"):
+            m.load(c.trainer.run_dir)
+
+
 def test_what_is_refused(m, batch, folder, tmp_path):
     cases = {
         "loss='grpo' is not known; it is one of": lambda: m.forward_backward(batch, "grpo"),

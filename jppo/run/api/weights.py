@@ -169,6 +169,8 @@ def load_state(
     return loaded if loaded.value is None else dataclasses.replace(loaded, value_opt=begin("value", loaded.value))
 
 
-def _require_fitting(identity_now: dict[str, object], saved: dict[str, object]) -> None:
-    """Raises UserError for a checkpoint of another model; the data is the loop's own."""
-    require_same_run(saved, identity_now | {"data": saved.get("data")})
+def _require_fitting(identity: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raises UserError for a checkpoint of another model; data and algorithm are the loop's own."""
+    known = {*identity["config"], "trainer.save_contents"}
+    config = {name: value for name, value in saved.get("config", {}).items() if name in known}
+    require_same_run({"config": config, "frozen": saved.get("frozen")}, identity)
