@@ -325,9 +325,10 @@ def test_a_checkpoint_of_training_is_read(finished_run):
         m.forward_backward(m.examples([[2, 3, 4, 5]]), "cross_entropy")
         m.optim_step()
         assert m.publish() == 3
-    with jppo.open(c.model.path, **sections | {"trainer": dict(seed=7)}) as m:
-        with pytest.raises(UserError, match=r"trainer\.seed=7 was 1 when the checkpoint was written"):
-            m.load(c.trainer.run_dir)
+    said = r"trainer\.seed=7 was 1 when the checkpoint was written"
+    other = sections | {"trainer": dict(seed=7)}
+    with jppo.open(c.model.path, **other) as m, pytest.raises(UserError, match=said):
+        m.load(c.trainer.run_dir)
 
 
 def test_what_is_refused(m, batch, folder, tmp_path):
