@@ -136,7 +136,7 @@ class TransformersRewardModel(_ScorerProcess):
 
     def score_at(self, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the log-odds of each text at its places, by a token classifier."""
-        return self._request_scores(ids=ids, places=positions)
+        return self._request_scores(ids=ids, positions=positions)
 
     def _request_scores(self, **arrays: Sequence[Sequence[int]]) -> list[Any]:
         """Sends arrays of a batch by name and returns the scores; ScoringError if the process fails."""

@@ -4,7 +4,7 @@
 
 Messages are JSON with a length prefix of eight bytes. The first output is {"ready": {...}} or {"refused": why}. Each
 input {"ids": [[...], ...]} is answered by {"scores": [...]} or {"error": why}. A token classifier (KIND is token) also
-reads "places", and gives the log-odds of each text at them. The interpreter needs only torch and transformers. The
+reads "positions", and gives the log-odds of each text there. The interpreter needs only torch and transformers. The
 process ends with its parent.
 """
 
