@@ -40,7 +40,8 @@ def main(directory: str, parent: int, device: str, dtype: str, threads: int, kin
     _write_message(replies, {"ready": {"device": device}})
     while (message := _read_message(sys.stdin.buffer)) is not None:
         try:
-            scores = score_at(model, **message) if kind == "token" else score(model, message["ids"])
+            ids = message["ids"]
+            scores = score_at(model, ids, message["positions"]) if kind == "token" else score(model, ids)
             _write_message(replies, {"scores": scores})
         except BrokenPipeError:
             return
