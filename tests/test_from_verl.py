@@ -398,9 +398,9 @@ def test_the_page_is_the_table(capsys):
     from_verl.main(["--names"])
     printed = capsys.readouterr().out
     assert printed == names.page()
-    shown = names.page(whole=False).partition("\n### What follows from several")[0]
+    shown = printed.partition("\n### What follows from several")[0]
     assert shown.count("\n- ") == sum(name.kind == "same" for name in names.KEYS)
-    assert (ROOT / "docs/verl.md").read_text(encoding="utf-8").endswith(shown) and printed.startswith(shown)
+    assert (ROOT / "docs/verl.md").read_text(encoding="utf-8").endswith(shown)
 
 
 def test_names_of_columns_and_arguments_of_the_chat_template():

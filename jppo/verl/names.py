@@ -215,8 +215,8 @@ OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
 }
 
 
-def page(*, whole: bool = True) -> str:
-    """Formats the table as Markdown: settings, unsupported keys; with `whole`, all of docs/verl.md."""
+def page() -> str:
+    """Formats the table as Markdown; docs/verl.md has its first part, the settings."""
     parts = [
         "### Settings\n",
         *(_setting_line(name) for name in KEYS if name.kind == "same"),
@@ -224,11 +224,12 @@ def page(*, whole: bool = True) -> str:
         *(_item(f"`{setting}`: {why}") for setting, (_, _, why) in FOLLOWING.items()),
         "\n### Not supported\n",
         *_lines_by_reason("missing"),
+        "\n### No meaning in jppo\n",
+        *_lines_by_reason("needless"),
+        "\n### Other names\n",
     ]
-    if whole:
-        parts += ["\n### No meaning in jppo\n", *_lines_by_reason("needless"), "\n### Other names\n"]
-        for new in sorted(set(OLDER.values())):
-            parts.append(_item(f"`{new}`: {', '.join(f'`{old}`' for old, now in OLDER.items() if now == new)}"))
+    for new in sorted(set(OLDER.values())):
+        parts.append(_item(f"`{new}`: {', '.join(f'`{old}`' for old, now in OLDER.items() if now == new)}"))
     return "\n".join(parts) + "\n"
 
 
