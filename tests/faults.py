@@ -292,13 +292,19 @@ def stopped_by_signals(lab: Lab) -> Iterator[Row]:
         yield dataclasses.replace(row, kept=row.kept and code == 143)
 
 
-def cut_checkpoint(lab: Lab) -> Iterator[Row]:
-    """The last checkpoint's largest file loses its second half."""
-    run = lab.folder / "cut"
+def killed_after_step_3(lab: Lab, name: str) -> pathlib.Path:
+    """Starts a run and kills it once its third checkpoint is there; returns its folder."""
+    run = lab.folder / name
     process = start(lab.settings, run)
     wait_until(lambda: (run / "checkpoints/3").is_dir(), process)
     process.kill()
     process.wait()
+    return run
+
+
+def cut_checkpoint(lab: Lab) -> Iterator[Row]:
+    """The last checkpoint's largest file loses its second half."""
+    run = killed_after_step_3(lab, "cut")
     last = max((p for p in (run / "checkpoints").iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
     file = max((p for p in last.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(file, file.stat().st_size // 2)
@@ -308,11 +314,7 @@ def cut_checkpoint(lab: Lab) -> Iterator[Row]:
 
 def power_cut(lab: Lab) -> Iterator[Row]:
     """Whatever the last checkpoint does not count on has lost its end, or has NULs there."""
-    run = lab.folder / "power"
-    process = start(lab.settings, run)
-    wait_until(lambda: (run / "checkpoints/3").is_dir(), process)
-    process.kill()
-    process.wait()
+    run = killed_after_step_3(lab, "power")
     for file in (path for path in run.rglob("*") if path.is_file()):
         if file.name == "metrics.jsonl":
             with file.open("ab") as lines:

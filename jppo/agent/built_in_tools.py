@@ -300,7 +300,7 @@ class Python:
         }
 
     async def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:
-        """Returns what the program prints, with the last line of its own error; raises where it could not be run."""
+        """Returns the program's output with the last line of its error; RuntimeError if it could not be run."""
         sample = {"data_source": "", "text": str(arguments["code"]), "truth": "", "extra": None}
         result = await asyncio.wrap_future(self._pool.submit(self._target, sample))
         if result.error is not None:

@@ -134,7 +134,7 @@ def _find_calls(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
 
 
 def _parse_tagged(text: str, parse: Callable[[str], ParsedCall]) -> list[ParsedCall]:
-    """Parses what is between the tags of each call by `parse`."""
+    """Parses the text between the tags of each call with `parse`."""
     calls = _find_calls(_TAGGED, text)
     return [parse(call["body"]) if call["end"] else Fault("the call has no </tool_call>") for call in calls]
 

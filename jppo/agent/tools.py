@@ -106,7 +106,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def _run_in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
-    """Calls a plain function in a thread of its own."""
+    """Calls a plain function in a separate thread."""
     future: Future[Any] = Future()
 
     def work() -> None:

@@ -129,7 +129,7 @@ def write_tfds(splits: Mapping[str, list[dict[str, Any]]], out: pathlib.Path) ->
 
 @exit_on_user_error
 def main() -> None:
-    """Writes GSM8K's splits, from downloaded files or those of --from."""
+    """Writes GSM8K's splits from downloaded files, or from the files of --from."""
     parser = Parser("jppo.data.gsm8k", __doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     parser.add_argument("--from", dest="source", type=pathlib.Path, help="directory with train.jsonl and test.jsonl")

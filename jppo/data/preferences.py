@@ -128,7 +128,7 @@ def _encode(row: Row, half: tuple[Messages, str], encode: Encode, limit: int | N
 
 
 def _read_margin(row: Row, column: str) -> float:
-    """Returns the row's required score difference; UserError if it is missing or no finite number."""
+    """Returns the row's required score difference; UserError if it is missing or not finite."""
     if row.columns.get(column) is None:
         raise UserError(
             f"{row.place} has no {column!r}, which loss.margin_column names; its columns are "

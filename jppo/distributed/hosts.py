@@ -102,7 +102,7 @@ class Hosts:
         return {name: float(sum(counts[name] for counts in counts_by_host)) for name in metrics}
 
     def alike(self, work: Callable[[], object]) -> None:
-        """Runs the work on every host; an error of one is raised on all, so that all go on in the same way."""
+        """Runs the work on every host; an error of one host is raised on all of them."""
         own_errors: list[Exception] = []
 
         def run_work() -> str | None:

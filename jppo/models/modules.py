@@ -157,7 +157,7 @@ def make_lookup(mesh: Mesh | None) -> Lookup:
 
 @jax.custom_vjp
 def _look_up_narrow(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Looks up rows of a table in half precision, with a backward pass of its own."""
+    """Looks up rows of a table in half precision, with its own backward pass."""
     return table[tokens]
 
 

@@ -80,7 +80,7 @@ def check_packages(requirements: Iterable[str], version: Callable[[str], str | N
 
 
 def check_devices(has_gpu: bool) -> Finding:
-    """Checks which devices JAX finds, in a process of its own, and that a GPU is used."""
+    """Checks in a separate process which devices JAX finds, and that a GPU is used."""
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves the memory to a run under way
     command = [sys.executable, "-c", _DEVICES]
     try:

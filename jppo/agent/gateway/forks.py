@@ -135,7 +135,7 @@ def _run_program(work: Callable[[], int], env: dict[str, str]) -> NoReturn:
 
 
 def call_with_task(function: Callable[..., Any]) -> int:
-    """Calls the function with the task from standard input, and prints what it returns as JSON."""
+    """Calls the function with the task from standard input, and prints its result as JSON."""
     returned = function(json.loads(sys.stdin.readline()))
     returned = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
     if returned is not None:
