@@ -86,7 +86,7 @@ target-tpu: $(READY)  ## install XLA's TPU compiler in .targets/tpu, for --dry_r
 	$(PY) -m jppo.forecast.compilers tpu
 
 pictures: $(READY)  ## screenshot the report of a run for docs/ with headless Chromium; RUN=DIR
-	JPPO_PICTURES_OF=$(RUN) $(PY) -m pytest tests/test_report.py -k pictures
+	JPPO_PICTURES_OF=$(RUN) $(PY) -m pytest tests/plugins/report/test_report.py -k pictures
 
 clean:  ## remove caches and builds; .venv and runs stay
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .jax_cache

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 
-from jppo.agent.built_in_tools import evaluate, format_number
+from jppo.plugins.agents.built_in_tools import evaluate, format_number
 
 TURNS = 2
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}

@@ -1,7 +1,7 @@
 """Makes a task that needs its tool: `python -m examples.multiplication --out data/product --seed 1`.
 
 The task is to multiply two four-digit numbers without zeros: 43 million problems such as `1234*5678=`, which a small
-model cannot compute. It has a calculator, which it calls in the plain format of `jppo/agent/calls.py`:
+model cannot compute. It has a calculator, which it calls in the plain format of `jppo/plugins/agents/calls.py`:
 
     1234*5678= <<1234*5678>> [[7006652]] 7006652      (without the spaces; [[]] is the calculator's answer)
 

@@ -22,9 +22,9 @@ from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of
 from jppo import __version__
 from jppo.errors import UserError, escaped
 from jppo.models import hf_write
-from jppo.report.run_folder import read_jsonl
 from jppo.run import trained_model
 from jppo.run.trained_model import TrainedPolicy
+from jppo.runlog.durable_files import read_jsonl
 from jppo.runlog.logger import FILE
 from jppo.settings import Parser, exit_on_user_error
 from jppo.settings.options import PREFIX

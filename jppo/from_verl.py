@@ -28,10 +28,10 @@ from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.errors import UserError, escaped, expanded
+from jppo.plugins.verl import names
+from jppo.plugins.verl.overrides import MAINS, OVERRIDE, TUNING, Script, find_trainer, main_of, read_script
+from jppo.plugins.verl.translate import PATHS, Translation, translate, translate_tuning
 from jppo.settings import table
-from jppo.verl import names
-from jppo.verl.overrides import MAINS, OVERRIDE, TUNING, Script, find_trainer, main_of, read_script
-from jppo.verl.translate import PATHS, Translation, translate, translate_tuning
 
 BASE, TUNING_BASE = "configs/gsm8k.py", "configs/quickstart_sft.py"
 OWN = ("--config=", "--config.")  # arguments of jppo

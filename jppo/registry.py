@@ -24,17 +24,17 @@ T = TypeVar("T")
 class Registry(Mapping[str, T], Generic[T]):
     """Parts of one kind by name, from jppo and from installed packages."""
 
-    def __init__(self, group: str, own: dict[str, T] | str, *, returns: str = ""):
-        """Takes jppo's own parts, or the name 'module:name' of a dict, imported when a part is looked up.
+    def __init__(self, group: str, own: Mapping[str, T | str] | str, *, returns: str = ""):
+        """Takes jppo's own parts; one may be a text 'module:name', and so may the dict: imported on first use.
 
         `returns` is the class, 'module:name', of the parts' results; `make` checks it.
         """
         self.group, self.returns, self._own = group, returns, own
 
     @functools.cached_property
-    def own(self) -> dict[str, T]:
-        """Returns jppo's own parts by name, imported on first use."""
-        if isinstance(self._own, dict):
+    def own(self) -> Mapping[str, T | str]:
+        """Returns jppo's own parts by name, or where they are."""
+        if not isinstance(self._own, str):
             return self._own
         module, _, name = self._own.partition(":")
         parts: dict[str, T] = getattr(importlib.import_module(module), name)
@@ -55,10 +55,8 @@ class Registry(Mapping[str, T], Generic[T]):
         return len({*self.own, *self._installed})
 
     def __getitem__(self, name: str) -> T:
-        if name in self.own:
-            return self.own[name]
-        part: T = resolve(self._installed[name].value, self.group)
-        return part
+        part = self.own[name] if name in self.own else self._installed[name].value
+        return resolve(part, self.group) if isinstance(part, str) else part
 
     def find(self, spec: str, setting: str) -> T:
         """Returns the part that `spec` names, also a user's; raises a UserError that begins with the setting."""
@@ -89,6 +87,19 @@ class Registry(Mapping[str, T], Generic[T]):
             required = self.returns.replace(":", ".")
             raise UserError(f"{setting}={spec!r}: {spec} returns {type(result).__name__}; it must return a {required}")
         return result
+
+
+# Classes of loggers outside the run folder, each a `Sink` with a static method `require`.
+REMOTE_LOGGERS = Registry[Any](
+    "loggers",
+    {
+        "wandb": "jppo.plugins.loggers.remote:Wandb",
+        "mlflow": "jppo.plugins.loggers.remote:MLflow",
+        "swanlab": "jppo.plugins.loggers.remote:Swanlab",
+        "clearml": "jppo.plugins.loggers.remote:ClearML",
+        "trackio": "jppo.plugins.loggers.remote:Trackio",
+    },
+)
 
 
 def did_you_mean(word: str, names: Collection[str]) -> str:

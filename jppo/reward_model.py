@@ -22,9 +22,9 @@ from jppo.learner.make import make_adapters, make_decoder, plan_rows
 from jppo.learner.trainable import CompiledLoss
 from jppo.models import hf, hf_write
 from jppo.models.config import pad_vocab
+from jppo.plugins.reward_models.classifier import without_padding
+from jppo.plugins.reward_models.model import Texts
 from jppo.preflight.request import HERE, DryRun
-from jppo.rewards.classifier import without_padding
-from jppo.rewards.model import Texts
 from jppo.rewards.parts import Sample
 from jppo.run import pairs
 from jppo.run.command import run_training

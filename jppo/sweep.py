@@ -26,7 +26,7 @@ from typing import Any
 
 from jppo import settings
 from jppo.errors import UserError, escaped, expanded
-from jppo.report import write_report
+from jppo.plugins.report import write_report
 from jppo.rollout.servers.launch import die_with_parent
 from jppo.runlog import durable_files
 from jppo.runlog.durable_files import own

@@ -242,7 +242,7 @@ def train(config: Settings | ConfigDict) -> None:
                     parts = (run.c, run.inputs, run.learner, run.folder)
                     hosts.together(lambda: export_policy(*parts, now.state, write=hosts.first))
         if hosts.first:
-            from jppo.report import report_line
+            from jppo.plugins.report import report_line
 
             folder = expanded(c.trainer.run_dir)
             print_summary(folder, report_line(folder))

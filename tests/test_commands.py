@@ -172,10 +172,10 @@ def runs_here(name: str, arguments: tuple[str, ...]) -> bool:
     if name.endswith(".py") and "ArgumentParser" not in (ROOT / name).read_text(encoding="utf-8"):
         assert not arguments, name
         return False
-    if name == "examples.verifiers_env":  # tests/agent/test_verifiers.py installs the package
+    if name == "examples.verifiers_env":  # tests/plugins/agents/test_verifiers.py installs the package
         return importlib.util.find_spec("verifiers") is not None
     if name == "jppo.from_verl" and any(word.endswith((".sh", "/words")) for word in arguments):
-        return False  # tests/test_from_verl.py has such files
+        return False  # tests/plugins/verl/test_from_verl.py has such files
     written = r"=(mine/\w+|optimizers)\.py:"  # by tests/test_extending.py and test_page_code.py
     return not any(re.search(written, word) for word in arguments)
 

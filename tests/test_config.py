@@ -15,12 +15,12 @@ import sys
 import pytest
 
 from jppo import settings, train
-from jppo.agent import make as agent
 from jppo.data import gsm8k
 from jppo.errors import UserError, UserErrors
 from jppo.learner import make, sharding
-from jppo.rewards import make_models as reward
-from jppo.rewards.classifier import Classifier
+from jppo.plugins.agents import make as agent
+from jppo.plugins.reward_models import make as reward
+from jppo.plugins.reward_models.classifier import Classifier
 from jppo.rollout.servers.make import max_connections
 from jppo.run.make import batch_shape, make_epochs
 from jppo.settings import parts, table, texts

@@ -7,17 +7,18 @@ import sys
 import numpy as np
 import pytest
 
-from jppo import evaluate, settings, statistics
+from jppo import evaluate, registry, settings, statistics
 from jppo.__main__ import command_of
-from jppo.agent import tools
 from jppo.data.rows import read_sources
 from jppo.forecast import machines
 from jppo.learner import sharding
 from jppo.models import families
-from jppo.rewards import graders, judge_client, pool_worker
-from jppo.rewards import judge as prompts
-from jppo.rewards.judge import JudgePart
-from jppo.runlog import diagnosis, logger
+from jppo.plugins.agents import tools
+from jppo.plugins.judge import client as judge_client
+from jppo.plugins.judge import judge as prompts
+from jppo.plugins.judge.judge import JudgePart
+from jppo.rewards import graders, pool_worker
+from jppo.runlog import diagnosis
 from jppo.runlog.timers import STAGES
 from jppo.settings import table, texts
 from jppo.settings.table import TABLE
@@ -99,7 +100,7 @@ NAMED = [
     ("rewards", {provider.base_url.rstrip("/") for provider in judge_client.PROVIDERS.values()}),
     ("rewards", choices("reward.judge.api_type", "reward.judge.preset", "reward.model.engine")),
     ("rewards", set(re.findall(r'"(\w+_score)"', text("jppo/rewards/make.py")))),
-    ("monitoring", set(texts.LOGGERS)),
+    ("monitoring", {*texts.LOCAL_LOGGERS, *registry.REMOTE_LOGGERS}),
     ("data", choices("data.truncation")),
     ("evaluation", {f"--{name}" for name in (*evaluate.SHORT, "out")}),
     ("agents", {*tools.TOOLS, *TABLE["rollout.multi_turn.format"].choices}),
@@ -121,7 +122,6 @@ def test_every_choice_is_named(page, names):
     assert len(names) > 1
     said = {said.rstrip("/") for said in quoted(f"docs/{page}.md")}
     assert names <= (words(f"docs/{page}.md") if page == "agents" else said)
-    assert set(texts.LOGGERS) == {"console", "jsonl", "tensorboard", *logger.REMOTE}
 
 
 @pytest.mark.parametrize(

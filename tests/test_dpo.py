@@ -19,7 +19,7 @@ from jppo.errors import UserError
 from jppo.export import card
 from jppo.learner import batch, sharding
 from jppo.learner.make import load_trained, make_trainable
-from jppo.report import page
+from jppo.plugins.report import page
 from jppo.run import pairs, supervised
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped

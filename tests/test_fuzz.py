@@ -29,7 +29,7 @@ from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
 from jppo.errors import UserError
 from jppo.models import hf
-from jppo.rewards.classifier import read_classifier
+from jppo.plugins.reward_models.classifier import read_classifier
 from jppo.settings import table
 
 LIMIT_S = 60

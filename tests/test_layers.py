@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,20 +10,26 @@ from typing import NamedTuple
 
 import pytest
 
+from jppo import plugins
 from jppo.settings import table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
+# The optional rooms. The core loads one by name (`jppo/plugins/__init__.py`); only commands import them.
+PLUGINS = ("agents", "judge", "loggers", "report", "reward_models", "sandbox", "sglang", "tinker", "verl")
+NEEDS = {"agents": ("sandbox",), "verl": ("sandbox",)}  # what a plugin imports of others
+
 # A place may import the places of the rows above its own.
 LAYERS = (
-    ("errors", "user_files"),
+    ("errors", "user_files", "plugins"),
     ("registry", "traces"),
     ("types", "settings", "tensorheader", "child_process"),
-    ("algorithms", "models", "statistics", "process", "sandbox", "distributed"),
+    ("algorithms", "models", "statistics", "process", "distributed"),
     ("learner", "data", "runlog", "http_server"),
     ("rollout", "forecast"),
     ("rewards",),
-    ("agent", "samples", "report", "verl"),
+    ("plugins.sandbox",),
+    ("samples", *(f"plugins.{name}" for name in PLUGINS if name not in ("sandbox", "tinker"))),
     (
         "run.tokenizer",
         "run.make",
@@ -37,8 +44,10 @@ LAYERS = (
     ("preflight",),
     ("run",),
     ("train", "sft", "reward_model", "dpo", "evaluate", "sweep", "from_verl", "export", "chat", "plan", "serve"),
-    ("doctor", "init", "tinker", "__main__"),
+    ("doctor", "init", "plugins.tinker"),
+    ("tinker", "report", "__main__"),
 )
+COMMANDS = tuple(place for row in LAYERS[-3:] for place in row if not place.startswith("plugins."))
 LAYER = {place: i for i, row in enumerate(LAYERS, -2) for place in row}  # those below 0 are everybody's
 # Commands that stand with what they look at.
 COMMANDS_BELOW = ("jppo.data.check", "jppo.data.math", "jppo.rewards.check")
@@ -49,35 +58,35 @@ ONLY_IN = {
     "torch": (
         "jppo.rollout.vllm.worker",
         "jppo.rollout.vllm.weight_engine",
-        "jppo.rewards.torch_worker",
+        "jppo.plugins.reward_models.torch_worker",
         "jppo.preflight.parity_worker",
-        "jppo.rewards.convert_worker",
+        "jppo.plugins.reward_models.convert_worker",
     ),
     "transformers": (
         "jppo.data.tokenizer",
         "jppo.data.template_worker",
         "jppo.rollout.vllm.worker",
-        "jppo.rewards.torch_worker",
+        "jppo.plugins.reward_models.torch_worker",
         "jppo.preflight.parity_worker",
-        "jppo.rewards.convert_worker",
+        "jppo.plugins.reward_models.convert_worker",
     ),
     "tensorflow": ("jppo.data",),
-    "openai": ("jppo.rewards.judge_client",),
-    "anthropic": ("jppo.rewards.judge_client",),
+    "openai": ("jppo.plugins.judge.client",),
+    "anthropic": ("jppo.plugins.judge.client",),
     "math_verify": ("jppo.rewards.rules",),
     "datasets": ("jppo.data.rows",),
     "tensorflow_datasets": ("jppo.data",),
-    "wandb": ("jppo.runlog.remote_loggers",),
-    "mlflow": ("jppo.runlog.remote_loggers",),
-    "swanlab": ("jppo.runlog.remote_loggers",),
-    "clearml": ("jppo.runlog.remote_loggers",),
-    "trackio": ("jppo.runlog.remote_loggers",),
+    "wandb": ("jppo.plugins.loggers.remote",),
+    "mlflow": ("jppo.plugins.loggers.remote",),
+    "swanlab": ("jppo.plugins.loggers.remote",),
+    "clearml": ("jppo.plugins.loggers.remote",),
+    "trackio": ("jppo.plugins.loggers.remote",),
     "opentelemetry": ("jppo.traces",),
     "prometheus_client": ("jppo.runlog.sinks",),
     "orbax": ("jppo.runlog.checkpoint", "jppo.runlog.checkpoint_arrays"),
     "tensorboardX": ("jppo.runlog.sinks",),
     "h11": ("jppo.http_server",),
-    "google": ("jppo.tinker.requests",),  # protobuf
+    "google": ("jppo.plugins.tinker.requests",),  # protobuf
     "ml_collections": (
         *("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo", "jppo.from_verl"),
     ),
@@ -113,21 +122,21 @@ NO_MORE_THAN = {
     "jppo.rollout.vllm.kept": {*sys.stdlib_module_names, "numpy", "vllm"},
     "jppo.rollout.vllm.layout": {*sys.stdlib_module_names, "numpy"},
     "jppo.rollout.vllm.transports": {*sys.stdlib_module_names},
-    "jppo.rewards.torch_worker": {*sys.stdlib_module_names, "torch", "transformers"},
-    "jppo.rewards.convert_worker": {*sys.stdlib_module_names, "torch", "transformers", "safetensors"},
+    "jppo.plugins.reward_models.torch_worker": {*sys.stdlib_module_names, "torch", "transformers"},
+    "jppo.plugins.reward_models.convert_worker": {*sys.stdlib_module_names, "torch", "transformers", "safetensors"},
     "jppo.preflight.parity_worker": {*sys.stdlib_module_names, "torch", "transformers"},
     # what runs in the processes of the pool
     "jppo.rewards.pool_worker": {*sys.stdlib_module_names},
     "jppo.child_process": {*sys.stdlib_module_names},
     "jppo.user_files": {*sys.stdlib_module_names},
     "jppo.rewards.earned": {*sys.stdlib_module_names},
-    "jppo.rewards.code": {*sys.stdlib_module_names},
-    "jppo.sandbox": {*sys.stdlib_module_names, "numpy"},  # of values that cross
+    "jppo.plugins.sandbox.code": {*sys.stdlib_module_names},
+    "jppo.plugins.sandbox": {*sys.stdlib_module_names, "numpy"},  # of values that cross
     "jppo.rewards.rules": {*sys.stdlib_module_names, "math_verify"},
     "jppo.rollout.servers.launch": {*sys.stdlib_module_names},
 }
 # Imported along with the worker, so they import nothing.
-BARE = ("jppo", "jppo.rollout", "jppo.rewards", "jppo.preflight", "jppo.sandbox")
+BARE = ("jppo", "jppo.rollout", "jppo.rewards", "jppo.preflight", "jppo.plugins.sandbox")
 OF_ROOT = ("typing", "collections", "jppo.run.api.model")  # but `jppo.open` loads its module when it is called
 # All that a module may import of jppo.
 OF_JPPO = {
@@ -143,21 +152,20 @@ OF_JPPO = {
     "jppo.rollout.vllm.transports": ("jppo.rollout.vllm.layout",),
     "jppo.rollout.vllm.kept": (),
     "jppo.rollout.vllm.layout": (),
-    "jppo.rewards.torch_worker": (),
-    "jppo.rewards.convert_worker": (),
+    "jppo.plugins.reward_models.torch_worker": (),
+    "jppo.plugins.reward_models.convert_worker": (),
     "jppo.preflight.parity_worker": (),
     "jppo.rewards.pool_worker": (
         "jppo.child_process",
-        "jppo.rewards.code",
+        "jppo.plugins",
         "jppo.rewards.earned",
         "jppo.rewards.rules",
-        "jppo.sandbox.choice",
         "jppo.user_files",
     ),
     "jppo.user_files": (),
     "jppo.rewards.earned": (),
-    "jppo.rewards.code": ("jppo.rewards.rules", "jppo.sandbox"),
-    "jppo.sandbox": ("jppo.sandbox",),
+    "jppo.plugins.sandbox.code": ("jppo.rewards.rules", "jppo.plugins.sandbox"),
+    "jppo.plugins.sandbox": ("jppo.plugins.sandbox",),
     "jppo.rewards.rules": (),
     "jppo.rollout.servers.launch": (),
 }
@@ -167,30 +175,22 @@ PURE_ROOMS = ("jppo.algorithms", "jppo.models", "jppo.learner")
 MAKERS = ("jppo.learner.make", "jppo.learner.catalogue")  # of learner/, which read settings
 READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight"),
-    *(f"jppo.{command}" for row in LAYERS[-2:] for command in row),
-    *(f"jppo.{room}.make" for room in ("agent", "rewards", "rollout", "runlog", "samples")),
-    *("jppo.rewards.make_models", "jppo.rollout.servers.make"),
-    *("jppo.rewards.check", "jppo.report.page", "jppo.verl.translate", "jppo.verl.values"),
+    *(f"jppo.{command}" for command in COMMANDS),
+    *(f"jppo.{room}.make" for room in ("rewards", "rollout", "rollout.servers", "runlog", "samples")),
+    *(f"jppo.plugins.{name}.make" for name in ("agents", "judge", "reward_models")),
+    "jppo.plugins.tinker",
+    *("jppo.rewards.check", "jppo.plugins.report.page", "jppo.plugins.verl.translate", "jppo.plugins.verl.values"),
     *MAKERS,
 )
+LOADS = re.compile(r'plugins\.load\("([\w.]+)"\)(?:\.(\w+))?')
 SECTIONS = {name.split(".")[0] for name in table.TABLE}
 PLACES = {tuple(name.split(".")[-2:]) for name in table.TABLE}  # (section, setting)
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
-NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.agent")
+NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.plugins.agents")
 BUT = ("jppo.rollout.inprocess", "jppo.rollout.make", "jppo.rollout.servers.make", "jppo.rollout.publish")
 # What training, or a loop on `jppo.open`, imports only where a setting or a switch asks for it.
-OPTIONAL = (
-    "jppo.agent",
-    "jppo.forecast",
-    "jppo.http_server",
-    "jppo.report",
-    "jppo.sandbox",
-    "jppo.tinker",
-    "jppo.verl",
-)
-OPTIONAL += ("jppo.preflight", "jppo.rewards.code", "jppo.rewards.make_models", "jppo.rewards.judge")
-OPTIONAL += ("jppo.rewards.model", "jppo.rewards.classifier", "jppo.rollout.servers")
-OPTIONAL += ("jppo.rollout.sglang", "jppo.rollout.vllm", "jppo.runlog.remote_loggers")
+OPTIONAL = tuple(f"jppo.plugins.{name}" for name in PLUGINS)
+OPTIONAL += ("jppo.forecast", "jppo.http_server", "jppo.preflight", "jppo.rollout.servers", "jppo.rollout.vllm")
 LIGHT = ("jppo.preflight", "jppo.preflight.request")
 
 
@@ -248,6 +248,7 @@ def place_of(name: str) -> str:
 
 def against_jppo(module: str, found: Import) -> Iterator[str]:
     place, target = place_of(module), place_of(found.name)
+    yield from against_plugins(module, found)
     if module in COMMANDS_BELOW:
         place = "check"
     elif any(within(found.name, command) for command in COMMANDS_BELOW) and place != "preflight":
@@ -264,9 +265,27 @@ def against_jppo(module: str, found: Import) -> Iterator[str]:
         yield "a pure room sees no maker"
     if any(within(module, p) for p in NO_MODEL) and module not in BUT and target in ("algorithms", "models"):
         yield f"jppo.{place} has nothing to do with models"
-    for which, allowed in OF_JPPO.items():
-        if within(module, which) and not any(within(found.name, a) for a in allowed):
-            yield f"{which} may import of jppo only {', '.join(allowed) or 'nothing'}"
+    which = max((rule for rule in OF_JPPO if within(module, rule)), key=len, default=None)
+    if which is not None and not any(within(found.name, a) for a in OF_JPPO[which]):
+        yield f"{which} may import of jppo only {', '.join(OF_JPPO[which]) or 'nothing'}"
+
+
+def against_plugins(module: str, found: Import) -> Iterator[str]:
+    """What is wrong about an import of a plugin, or of a private name by one."""
+    own, other = plugin_of(module), plugin_of(found.name)
+    if own and own != other and found.name.rpartition(".")[2].startswith("_"):
+        yield "a plugin imports the core's public names"
+    if other and other != own and other not in NEEDS.get(own, ()) and (own or place_of(module) not in COMMANDS):
+        yield "only commands import a plugin; load it by name where a setting asks for it"
+
+
+def plugin_of(name: str) -> str:
+    """The plugin of a module, or of something in it; '' for the core."""
+    return (
+        name.split(".")[2]
+        if within(name, "jppo.plugins") and name.count(".") > 1 and name.split(".")[2] in PLUGINS
+        else ""
+    )
 
 
 def is_pure(module: str) -> bool:
@@ -334,7 +353,8 @@ def test_optional_rooms_are_loaded_only_where_something_asks_for_them(core):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = {name for name in done.stdout.split() if any(within(name, room) for room in OPTIONAL)}
     # The training of a reward model reads texts as a run's reward model does.
-    texts = {"jppo.rewards.classifier", "jppo.rewards.model"} if core == "jppo.reward_model" else set()
+    room = "jppo.plugins.reward_models"
+    texts = {room, f"{room}.classifier", f"{room}.model"} if core == "jppo.reward_model" else set()
     assert loaded <= {*LIGHT} | texts
 
 
@@ -349,6 +369,14 @@ def test_the_modules_that_rules_name_are_there():
     tables += (PURE_ROOMS, COMMANDS_BELOW, BY_VLLM, READERS, OPTIONAL)
     named = {name for table in tables for name in table} | {f"jppo.{place}" for row in LAYERS for place in row}
     assert {name for name in named - {"jppo.check"} if name not in FILES} == {"configs"}
+    assert {name.split(".")[2] for name in FILES if name.startswith("jppo.plugins.")} == {*PLUGINS}
+
+
+def test_what_is_loaded_by_name_is_there():
+    loads = [found for path in FILES.values() for found in LOADS.findall(path.read_text())]
+    assert len(loads) > 10
+    for module, name in loads:
+        assert hasattr(plugins.load(module), name) if name else plugins.load(module), module
 
 
 def test_the_walk_sees_the_project():
@@ -370,8 +398,8 @@ def test_the_walk_sees_the_project():
         ("jppo.learner.ppo", "def f():\n    from jppo import train", "layer 2 may import only"),
         ("jppo.statistics", "import jax", "may import nothing of the kind"),
         ("jppo.run.resume", "from jppo.run.inputs import Inputs", None),
-        ("jppo.run.resume", "from jppo.run.start import Run", "layer 6 may import only"),
-        ("jppo.train", "from jppo import sft", "layer 10 may import only"),
+        ("jppo.run.resume", "from jppo.run.start import Run", "layer 7 may import only"),
+        ("jppo.train", "from jppo import sft", "layer 11 may import only"),
         ("jppo.train", "from jppo.data import check", "jppo.data.check is a command"),
         ("jppo.preflight.models_and_data", "from jppo.data import check", None),
         ("jppo.learner.ppo", "from jppo.errors import UserError", None),
@@ -389,6 +417,12 @@ def test_the_walk_sees_the_project():
         ("jppo.data.aime", "from jppo.settings import exit_on_user_error", None),
         ("jppo.learner.ppo", "from ml_collections import ConfigDict", "only configs, jppo.settings"),
         ("jppo.strange", "", "has no layer"),
+        ("jppo.run.inputs", "def f():\n    from jppo.plugins.agents import make", "only commands import a plugin"),
+        ("jppo.run.inputs", "from jppo import plugins", None),
+        ("jppo.sweep", "from jppo.plugins.report import write_report", None),
+        ("jppo.plugins.judge.judge", "from jppo.plugins.agents import make", "only commands import a plugin"),
+        ("jppo.plugins.judge.judge", "from jppo.rewards.parts import _grade", "the core's public names"),
+        ("jppo.plugins.verl.overrides", "from jppo.plugins.sandbox import shell", None),
         ("jppo.algorithms.kl", "import flax", "may import nothing of the kind"),
         ("jppo.algorithms.kl", "import jax.numpy as jnp", None),
         ("jppo.rollout.servers.member", "def f():\n    import vllm", "jppo.rollout.vllm.kept may"),
@@ -397,7 +431,11 @@ def test_the_walk_sees_the_project():
         ("jppo.rollout.vllm.worker", "from jppo.types import Prompt", "only jppo.rollout.vllm.layout"),
         ("jppo.rollout.vllm.layout", "from jppo.rollout import protocol as sampler", "may import of jppo only nothing"),
         ("jppo.data.rows", "def f():\n    import tensorflow_datasets as tfds", None),
-        ("jppo.data.prompts", "import torch", "jppo.preflight.parity_worker, jppo.rewards.convert_worker may"),
+        (
+            "jppo.data.prompts",
+            "import torch",
+            "jppo.preflight.parity_worker, jppo.plugins.reward_models.convert_worker may",
+        ),
         (
             "jppo.data.prompts",
             "import importlib\nimportlib.import_module('torch')",

@@ -15,9 +15,9 @@ import pytest
 
 from examples import arithmetic
 from jppo import evaluate, init, settings, train
-from jppo.agent.tools import read_tools
 from jppo.data.stream import Cursor, next_batch, seen, user_order
 from jppo.learner.make import make_chain
+from jppo.plugins.agents.tools import read_tools
 from jppo.rewards import check
 from jppo.types import Prompt, Reward
 from tests import make, test_cookbook

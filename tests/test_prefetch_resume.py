@@ -15,9 +15,9 @@ from jppo.data.stream import Curriculum, Cursor
 from jppo.data.tokenizer import load_tokenizer
 from jppo.distributed.hosts import Hosts
 from jppo.models import decoder, hf, hf_write
+from jppo.plugins.reward_models.classifier import JaxRewardModel, read_classifier
+from jppo.plugins.reward_models.model import ModelPart, Normalizer
 from jppo.rewards import parts
-from jppo.rewards.classifier import JaxRewardModel, read_classifier
-from jppo.rewards.model import ModelPart, Normalizer
 from jppo.rewards.parts import Grading, PartWeights
 from jppo.rewards.parts import RewardSum as Parts
 from jppo.runlog import trajectories

@@ -1,7 +1,9 @@
 """What goes out: commands and their --help, versions and licence, and a wheel that knows its configs anywhere."""
 
 import argparse
+import csv
 import importlib
+import json
 import os
 import pathlib
 import re
@@ -25,11 +27,11 @@ from tests.make import ROOT, one_line
 WORKERS = {
     "jppo.data.template_worker",
     "jppo.rollout.servers.launch",
-    "jppo.rollout.sglang.guarded",
-    "jppo.agent.gateway.forks",
+    "jppo.plugins.sglang.guarded",
+    "jppo.plugins.agents.gateway.forks",
     "jppo.rewards.pool_worker",
-    "jppo.rewards.convert_worker",
-    "jppo.rewards.torch_worker",
+    "jppo.plugins.reward_models.convert_worker",
+    "jppo.plugins.reward_models.torch_worker",
     "jppo.preflight.parity_worker",
     "jppo.forecast.compilers",
 }
@@ -142,6 +144,17 @@ def test_every_config_of_the_checkout_is_found_by_its_name():
             configfile.parse([f"--config=jppo://{name}"], "", settings.default())
 
 
+def build_wheel(source, top):
+    """Builds the wheel of a source folder, unpacks it into top/site, and returns it."""
+    command = [*PYTHON, "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", top / "out", source]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PIP_NO_INDEX": "1"})
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (top / "out").glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(top / "site")
+    return wheel
+
+
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
     """What a wheel of this checkout holds, in a folder of its own."""
@@ -155,13 +168,8 @@ def unpacked(tmp_path_factory):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    command = [*PYTHON, "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", top / "out", source]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PIP_NO_INDEX": "1"})
-    assert done.returncode == 0, done.stderr
-    (wheel,) = (top / "out").glob("*.whl")
+    wheel = build_wheel(source, top)
     assert wheel.name.startswith(f"jppo-{jppo.__version__}-")
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(top / "site")
     return top / "site"
 
 
@@ -201,6 +209,30 @@ def test_the_quickstart_starts_from_an_empty_folder(unpacked, tmp_path):
         )
         assert done.returncode == 0, done.stderr
     assert "FAIL" not in done.stdout and '"run_dir": "runs/quickstart"' in done.stdout
+
+
+@pytest.mark.slow
+def test_an_installed_package_of_a_user_adds_a_logger(unpacked, tmp_path):
+    shutil.copytree(ROOT / "examples/csv_logger", tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    build_wheel(tmp_path / "source", tmp_path)
+    path = os.pathsep.join(map(str, (unpacked, tmp_path / "site")))
+    env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    sft = ["-m", "jppo", "sft", "--config=jppo://quickstart_sft", "--config.trainer.logger=jsonl,csv"]
+    for words in (
+        ["-m", "jppo.examples.arithmetic", "--out", "runs/quickstart/data"],
+        [*sft, "--config.trainer.total_training_steps=2"],
+        [*sft, "--config.trainer.total_training_steps=3"],  # resumes
+    ):
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs/quickstart/sft"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    with (run / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [line["step"] for line in lines]
+    assert [float(row["sft/loss"]) for row in rows[-2:]] == [line["sft/loss"] for line in lines[-2:]]
 
 
 @pytest.mark.slow

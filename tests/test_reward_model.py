@@ -15,8 +15,8 @@ from jppo.errors import UserError
 from jppo.learner import batch, packing, sharding
 from jppo.learner.make import load_trained, make_adapters, make_trainable
 from jppo.models import hf, hf_write
-from jppo.rewards.classifier import JaxRewardModel, choose_engine, read_classifier
-from jppo.rewards.model import Texts
+from jppo.plugins.reward_models.classifier import JaxRewardModel, choose_engine, read_classifier
+from jppo.plugins.reward_models.model import Texts
 from jppo.run import pairs
 from jppo.runlog.durable_files import own
 from jppo.runlog.logger import read_metrics

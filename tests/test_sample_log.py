@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jppo.data.tokenizer import load_tokenizer, pieces, spell
-from jppo.report import page, write_report
+from jppo.plugins.report import page, write_report
 from jppo.run import sample_log
 from jppo.types import OVERFLOW, Batch, Reward
 from tests.make import read_lines, sample, trajectory
-from tests.test_report import require_clean, row, tab, unpacked, write_run  # noqa: F401
+from tests.plugins.report.test_report import require_clean, row, tab, unpacked, write_run  # noqa: F401
 
 # The first byte of a character in one token, the others in the next ones; then a line break and an end token.
 PIECES = ["4", "2 <script>window.caught=1</script>", "", "\U0001f600", "\n", "\u202eabc"]

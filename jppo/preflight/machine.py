@@ -20,20 +20,18 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import jppo
-from jppo import settings
+from jppo import plugins, settings
 from jppo.child_process import executable
 from jppo.errors import UserError, expanded
 from jppo.forecast.compilers import CUDNN
 from jppo.preflight.finding import GIB, Finding, Verdict
 from jppo.preflight.memory_budget import CHOSEN, MemoryBudget, NvidiaGpu, gpus
 from jppo.rollout.servers.member import HOST, check_ports
-from jppo.rollout.sglang.client import check_sglang
 from jppo.rollout.vllm.arguments import check_vllm, install_for_cpu
 from jppo.run.resume import require_own, require_resumable
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import steps_in
 from jppo.runlog.make import require_loggers
-from jppo.sandbox import choice
 from jppo.settings import Settings, Training
 
 # Runs in a separate process: a broken jaxlib ends it, and a device may be slow or in use.
@@ -149,7 +147,9 @@ def check_triton(python: str) -> Finding:
 
 def check_server(engine: str, python: str, has_gpu: bool, *, needed: bool = True) -> Finding:
     """Checks the engine of the server's interpreter; a missing one fails if it is `needed`, else warns."""
-    name, check = ("SGLang", check_sglang) if engine == "sglang" else ("vLLM", check_vllm)
+    name, check = "vLLM", check_vllm
+    if engine == "sglang":
+        name, check = "SGLang", plugins.load("sglang.client").check_sglang
     try:
         build = check(python)
     except UserError as e:
@@ -185,6 +185,7 @@ def check_loopback() -> Finding:
 
 def check_sandbox() -> Finding:
     """Reports which protections the sandbox for programs of the model has here."""
+    choice = plugins.load("sandbox.choice")
     guards = choice.probe()
     if reason := choice.lacks(guards):
         remedy = "grade programs by reward.sandbox=container, or on a newer kernel; docs/security.md has the table"

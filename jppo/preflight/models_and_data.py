@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jppo import plugins
 from jppo.child_process import python_path
 from jppo.data import check as data_check
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
@@ -23,10 +24,8 @@ from jppo.preflight import memory, memory_budget
 from jppo.preflight.finding import GIB, Finding
 from jppo.preflight.preview import describe_sampling
 from jppo.rewards import check as reward_check
-from jppo.rewards.classifier import read_classifier
 from jppo.rewards.graders import grader_of
 from jppo.rewards.make import make_refusal, make_reward_sum, needed_columns, require_values
-from jppo.rewards.make_models import make_judge
 from jppo.rollout.servers.make import open_reference
 from jppo.run.agreement import sampling_warnings
 from jppo.run.inputs import Inputs, columns_of
@@ -144,11 +143,12 @@ def _data_remedy(about: str) -> str:
 def check_scorers(c: Settings) -> Iterator[Finding]:
     """Checks that judge and reward model are there, without scoring anything."""
     if c.reward.judge.api_type:
-        make_judge(c.reward.judge).close()
+        plugins.load("judge.make").make_judge(c.reward.judge).close()
     if c.reward.model.path:
         m = c.reward.model
         tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
-        read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, steps=steps)
+        classifier = plugins.load("reward_models.classifier")
+        classifier.read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, steps=steps)
     yield Finding("reward", "OK", "nothing was scored: jppo.doctor asks the judge and the reward model")
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from jppo import plugins
 from jppo.errors import UserError, expanded
 from jppo.registry import Registry, did_you_mean, read_source, require_name
 from jppo.rewards import rules
@@ -37,9 +38,8 @@ V = TypeVar("V")
 
 def run_tests(response: str, ground_truth: str) -> Verdict:
     """The rule `code` in this process; a run has it in its pool."""
-    from jppo.rewards import code
-
-    return code.code(response, ground_truth, time_s=8.0, memory_bytes=2**31)
+    verdict: Verdict = plugins.load("sandbox.code").code(response, ground_truth, time_s=8.0, memory_bytes=2**31)
+    return verdict
 
 
 # The grader of each data source; `reward.grader` names one of these keys to override it for all rows. Data sources of
@@ -131,9 +131,7 @@ class RulePart(Part):
 
     def _count(self, finished: Future[Reward]) -> None:
         """Counts the reward of a graded program for `metrics`."""
-        from jppo.rewards import code
-
-        reward = finished.result()
+        code, reward = plugins.load("sandbox.code"), finished.result()
         with self._lock:
             self._counts.update(
                 suspicious=int(reward.parts.get(code.SUSPICIOUS, 0)),  # with names that reach into their interpreter
@@ -185,9 +183,8 @@ def refusal(source: str, ground_truth: str, *, override: str = "", tests_in: str
     """Returns why a row cannot be graded and is left out of a run, or ''."""
     if grader_of(override or source) not in RUNS_CODE or tests_in != "strict":
         return ""
-    from jppo.rewards import code
-
-    return code.refusal_reason(ground_truth)
+    reason: str = plugins.load("sandbox.code").refusal_reason(ground_truth)
+    return reason
 
 
 def describe_refused(refused: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jppo import plugins
 from jppo.data.tokenizer import decode
 from jppo.distributed.hosts import ALONE, Hosts, own_folder
 from jppo.errors import UserError, expanded
@@ -70,14 +71,12 @@ def make_reward_sum(
         return RulePart(_sources_with_rules(parts_of_source), **options, sandbox=r.sandbox_choice, pool=pool())
 
     def judge() -> Part:
-        from jppo.rewards.make_models import make_judge
-
-        return make_judge(r.judge)
+        part: Part = plugins.load("judge.make").make_judge(r.judge)
+        return part
 
     def model() -> Part:
-        from jppo.rewards.make_models import make_reward_model
-
-        return make_reward_model(r.model, tokenizer, mesh, log)
+        part: Part = plugins.load("reward_models.make").make_reward_model(r.model, tokenizer, mesh, log)
+        return part
 
     makers: dict[str, Callable[[], Part]] = {
         _RULES: rules,
@@ -218,9 +217,7 @@ def needed_columns(c: Settings, tool_rewards: bool = False) -> tuple[str, ...]:
     computed_parts |= {part for (_, part), weight in weights.of_source.items() if weight is not None}
     by_rules, by_judge = _RULES in computed_parts, "judge_score" in computed_parts
     if by_judge:
-        from jppo.rewards.make_models import asks_for_truth
-
-        by_judge = asks_for_truth(c.reward.judge)
+        by_judge = plugins.load("judge.make").asks_for_truth(c.reward.judge)
     return ("ground_truth",) * (by_rules or by_judge) + ("data_source",) * (by_rules and not c.reward.grader)
 
 

@@ -32,9 +32,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-from jppo import child_process, user_files
-from jppo.rewards import code, earned, rules
-from jppo.sandbox.choice import make_runner
+from jppo import child_process, plugins, user_files
+from jppo.rewards import earned, rules
 
 Sample = dict[str, Any]  # data_source, text, truth, extra; for custom functions also turns, prompt and columns
 Function = Callable[..., Any]
@@ -250,17 +249,17 @@ def _prepare_rule(name: str) -> Prepared:
 
 def _prepare_code(time_s: str, memory_bytes: str, tests_in: str, *sandbox: str) -> Prepared:
     """Prepares the rule `code`; texts are its limits, reward.code.tests and the sandbox."""
-    options = dict[str, Any](tests_in=tests_in, runner=make_runner(*sandbox))
+    options = dict[str, Any](tests_in=tests_in, runner=plugins.load("sandbox.choice").make_runner(*sandbox))
     options |= dict(time_s=float(time_s), memory_bytes=int(memory_bytes))
-    return _prepare_each(lambda sample: code.code(sample["text"], sample["truth"], **options))
+    code = plugins.load("sandbox.code").code
+    return _prepare_each(lambda sample: code(sample["text"], sample["truth"], **options))
 
 
 def _prepare_program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
     """Prepares running the text of a sample as a program; its output is the answer, without a score."""
-    runner = make_runner(*sandbox)
-    execute = functools.partial(
-        code.program_output, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner
-    )
+    limits = dict[str, Any](time_s=float(time_s), memory_bytes=int(memory_bytes))
+    runner, code = plugins.load("sandbox.choice").make_runner(*sandbox), plugins.load("sandbox.code")
+    execute = functools.partial(code.program_output, **limits, runner=runner)
 
     def run(sample: Sample) -> rules.Verdict:
         return rules.Verdict(0.0, {}, execute(sample["text"]))

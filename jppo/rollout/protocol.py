@@ -1,7 +1,7 @@
 """The protocol of rollout engines: prompts in, trajectories out, new weights in between.
 
 An engine answers tokens with tokens (`Ask`); a `Talk` builds a trajectory from such answers: one turn, or a
-conversation with tools (`agent/conversation.py`). So each conversation runs on every engine: `converse` runs many
+conversation with tools (the plugin `agents`). So each conversation runs on every engine: `converse` runs many
 concurrently, on one event loop. `cut_at` finds stop texts for engines that decode tokens only now and then.
 """
 
@@ -9,7 +9,7 @@ import asyncio
 import bisect
 import dataclasses
 import pathlib
-from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -56,6 +56,17 @@ class Talk(Protocol):
 
     async def __call__(self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         """`seed` is the sample's; the seeds of further answers are derived from it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+    """What leads the conversations of a run, next to the policy."""
+
+    talk: Talk
+    schemas: Sequence[Mapping[str, Any]]  # of tools, rendered by the chat template
+    rewards: bool  # tools give rewards
+    runs_programs: bool  # of the model, by tools
+    close: Callable[[], None]  # stops programs, tools and partners; idempotent
 
 
 class Sampler(Protocol):

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 from collections.abc import Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jppo import plugins
 from jppo.data.memory import AlgorithmMemory, Memory
 from jppo.data.prompts import PromptSet, mixture, read_prompts
 from jppo.data.stream import user_order
@@ -15,15 +16,13 @@ from jppo.learner.ppo import ModelConfigs
 from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.rewards.make import make_refusal, needed_columns, require_parts
+from jppo.rollout.protocol import Agent
 from jppo.run.loop import total_steps
 from jppo.run.make import make_algorithm, read_models_of_run
 from jppo.run.tokenizer import read_tokenizer
 from jppo.samples.make import prompts_per_batch, require_given
 from jppo.settings import Loop, Settings, parts, template_arguments
 from jppo.settings.texts import addresses_by_source
-
-if TYPE_CHECKING:
-    from jppo.agent.make import Agent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class Inputs(ModelConfigs):
     train: PromptSet
     val: PromptSet
     sources: tuple[str, ...]  # data_source of every row
-    agent: "Agent | None" = None  # None: single-turn
+    agent: Agent | None = None  # None: single-turn
 
     def reward_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `make_reward_sum`."""
@@ -90,13 +89,12 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     )
 
 
-def _make_agent(c: Settings, tokenizer: Any, end_tokens: tuple[int, ...]) -> "Agent | None":
+def _make_agent(c: Settings, tokenizer: Any, end_tokens: tuple[int, ...]) -> Agent | None:
     """Makes and checks what leads the conversations; None for single-turn rollouts."""
     if not (c.rollout.multi_turn.enable or c.rollout.agent):
         return None
-    from jppo.agent.make import make_agent
-
-    return make_agent(c, tokenizer, end_tokens)
+    agent: Agent = plugins.load("agents.make").make_agent(c, tokenizer, end_tokens)
+    return agent
 
 
 def _with_memory(c: Settings, train: PromptSet) -> PromptSet:
@@ -155,7 +153,7 @@ def read_test(c: Settings) -> Inputs:
     )
 
 
-def _read_val(c: Settings, tokenizer: Any, agent: "Agent | None" = None) -> PromptSet:
+def _read_val(c: Settings, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
     """Reads the validation prompts."""
     arguments = dict[str, Any](max_samples=c.data.val_max_samples, setting="data.val_files")
     return _require_messages(c, read_prompts(c.data.val_files, **arguments, **_prompt_arguments(c, tokenizer, agent)))
@@ -174,11 +172,11 @@ def engine_arguments(inputs: Inputs) -> dict[str, Any]:
     return arguments if inputs.agent is None else arguments | {"talk": inputs.agent.talk}
 
 
-def _tool_rewards(agent: "Agent | None") -> bool:
-    return agent is not None and agent.toolbox.rewards
+def _tool_rewards(agent: Agent | None) -> bool:
+    return agent is not None and agent.rewards
 
 
-def _prompt_arguments(c: Settings, tokenizer: Any, agent: "Agent | None") -> dict[str, Any]:
+def _prompt_arguments(c: Settings, tokenizer: Any, agent: Agent | None) -> dict[str, Any]:
     """Returns the arguments of `read_prompts` for the training and the validation set."""
     return dict(
         tokenizer=tokenizer,

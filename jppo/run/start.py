@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
-from jppo import process, settings, traces
+from jppo import plugins, process, settings, traces
 from jppo.distributed.hosts import Hosts, own_folder
 from jppo.distributed.launchers import join_launched
 from jppo.errors import UserError, expanded
@@ -34,6 +34,7 @@ from jppo.rollout.make import (
     share_gpu,
     with_servers,
 )
+from jppo.rollout.protocol import Agent
 from jppo.rollout.publish import PolicyPublisher, publish_base
 from jppo.run import resume
 from jppo.run.agreement import Match, agree, sampling_warnings
@@ -56,7 +57,6 @@ from jppo.samples.queue import SampleQueue
 from jppo.settings import Settings, table
 
 if TYPE_CHECKING:
-    from jppo.agent.make import Agent
     from jppo.rollout.vllm.client import ServedReferences
 
 # Settings that may differ between hosts.
@@ -347,12 +347,11 @@ def describe_sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int 
     ]
 
 
-def introduce_sandbox(c: Settings, sources: Iterable[str], agent: "Agent | None") -> str:
+def introduce_sandbox(c: Settings, sources: Iterable[str], agent: Agent | None) -> str:
     """Returns the console line on active protections; '' if the run executes no programs of the model."""
     graders = [c.reward.grader] if c.reward.grader else sources
     runs_code = not c.reward.function and any(grader_of(source) in RUNS_CODE for source in graders)
-    if not runs_code and not (agent is not None and agent.toolbox.runs_programs):
+    if not runs_code and not (agent is not None and agent.runs_programs):
         return ""
-    from jppo.sandbox.choice import describe_sandbox
-
-    return describe_sandbox(*c.reward.sandbox_choice)
+    line: str = plugins.load("sandbox.choice").describe_sandbox(*c.reward.sandbox_choice)
+    return line

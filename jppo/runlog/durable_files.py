@@ -195,3 +195,32 @@ def _describe_holder(lock: int) -> str:
         return f"process {holder['pid']} on {holder['host']}"
     except (OSError, ValueError, KeyError, TypeError):  # the owner is about to write it
         return "another process"
+
+
+def read_jsonl(path: pathlib.Path, notes: list[str], without: str | None) -> list[dict[str, Any]]:
+    """Returns the objects of a jsonl file; counts invalid lines in `notes`.
+
+    `without` names what a reader lacks without it; None: the file is optional.
+    """
+    if not path.is_file():
+        if without is not None:
+            notes.append(f"no {path.name}: {without}")
+        return []
+    rows, broken = [], 0
+    # Only a newline ends a line: texts may contain other characters that splitlines splits at.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            broken += 1
+    if broken:
+        notes.append(f"{path.name}: {broken} of {broken + len(rows)} lines cannot be read and are left out")
+    elif not rows and without is not None:
+        notes.append(f"{path.name} is empty: {without}")
+    return rows

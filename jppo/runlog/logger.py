@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import rich.console
 
+from jppo.registry import REMOTE_LOGGERS
 from jppo.runlog import durable_files
 from jppo.runlog.console import PPO_COLUMNS, Columns, Terminal, make_screen
 from jppo.runlog.diagnosis import Alert, Diagnosis
@@ -28,25 +29,9 @@ from jppo.runlog.timers import STAGES
 
 FILE, WARNINGS = "metrics.jsonl", "warnings.jsonl"
 DEFAULT = ("console", "jsonl", "tensorboard")
-# Classes of `remote_loggers.py`.
-REMOTE = {"wandb": "Wandb", "mlflow": "MLflow", "swanlab": "Swanlab", "clearml": "ClearML", "trackio": "Trackio"}
-# The fate of records that a logger could not take: they wait in memory, with these exceptions.
-LATER = "records wait in memory"
-LOST = {
-    "samples": "that file is skipped",
-    "bad_steps": "that file is skipped",
-    "wandb": "it is skipped",
-    "swanlab": "it is skipped",
-    "clearml": "it is skipped",
-    "trackio": "it is skipped",
-}
-
-
-def find_remote(name: str) -> Any:
-    """Returns the class of a logger outside the run folder."""
-    from jppo.runlog import remote_loggers
-
-    return getattr(remote_loggers, REMOTE[name])
+# Where records that could not be taken wait in memory; elsewhere they are lost.
+WAITING = ("console", "jsonl", "mlflow", "prometheus", "tensorboard")
+FILES = ("samples", "bad_steps")
 
 
 class Logger:
@@ -87,8 +72,8 @@ class Logger:
             self._sinks["tensorboard"] = Board(run_dir / "tensorboard", first=last_step + 1)
         if prometheus_address is not None:
             self._sinks["prometheus"] = Exporter(*prometheus_address)
-        for name in (name for name in REMOTE if name in loggers):
-            sink = find_remote(name)(run_dir, about or About(), resumed=resumed_step is not None)
+        for name in (name for name in REMOTE_LOGGERS if name in loggers):
+            sink = REMOTE_LOGGERS[name](run_dir, about or About(), resumed=resumed_step is not None)
             self._sinks[name] = sink
             for row in past_rows:  # sends missed steps
                 self._call_safely(name, functools.partial(sink.log, row["step"], _metrics_of(row)))
@@ -155,11 +140,13 @@ class Logger:
             action()
         except Exception as e:
             if name not in self._failed or at_end:
-                fate = "it is incomplete" if at_end else f"{LOST.get(name, LATER)}, the run continues"
+                lost = "that file is skipped" if name in FILES else "it is skipped"
+                fate = "records wait in memory" if name in WAITING else lost
+                fate = "it is incomplete" if at_end else f"{fate}, the run continues"
                 self._print_warning(f"warning: {name} fails: {type(e).__name__}: {e}; {fate}")
             self._failed.add(name)
         else:
-            if name in self._failed - self._recovered and name not in LOST:
+            if name in self._failed - self._recovered and name in WAITING:
                 self._recovered.add(name)
                 self.note(f"{name} works again, and has received the waiting records")
 

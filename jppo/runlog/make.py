@@ -6,8 +6,9 @@ from typing import Any
 
 from jppo import settings, traces
 from jppo.distributed.hosts import ALONE, Hosts
+from jppo.registry import REMOTE_LOGGERS
 from jppo.runlog.console import Display
-from jppo.runlog.logger import REMOTE, Logger, Silent, find_remote
+from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.sinks import About
 from jppo.runlog.timers import Timers
 from jppo.settings import Settings, Training
@@ -16,8 +17,8 @@ from jppo.settings import Settings, Training
 def require_loggers(c: Training) -> None:
     """Raises UserError if a logger's package or login is missing, before anything starts."""
     for name in settings.loggers(c.trainer.logger):
-        if name in REMOTE:
-            find_remote(name).require()
+        if name in REMOTE_LOGGERS:
+            REMOTE_LOGGERS[name].require()
     if isinstance(c, Settings) and c.trainer.traces:
         traces.require()
 

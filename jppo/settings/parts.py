@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 from jppo.errors import UserError
-from jppo.registry import Registry, at_line, explain, resolve
+from jppo.registry import Registry, at_line, explain
 from jppo.settings.options import EXTENSION, Option, Options, read_signature, refuse_all, resolve_options
 from jppo.settings.texts import check_factors
 
@@ -25,21 +25,14 @@ OPTIMIZERS = Registry[Part]("optimizers", "jppo.learner.catalogue:OPTIMIZERS", r
 KL_ESTIMATORS = Registry[Part]("kl_estimators", "jppo.algorithms.kl:BY_NAME")
 
 
-def _make_engine_part(where: str) -> Part:
-    """Makes an entry of ENGINES whose function, 'module:name', is imported when the engine is started."""
-
-    def start_engine(*args: object, **kwargs: object) -> object:
-        return resolve(where, "rollout.name")(*args, **kwargs)
-
-    return start_engine
-
-
-_SERVED = _make_engine_part("jppo.rollout.servers.make:start_engine")
 ENGINES = Registry[Part](
     "engines",
-    {"vllm": _SERVED, "sglang": _SERVED, "inprocess": _make_engine_part("jppo.rollout.make:start_inprocess")},
+    {
+        "vllm": "jppo.rollout.servers.make:start_engine",
+        "sglang": "jppo.rollout.servers.make:start_engine",
+        "inprocess": "jppo.rollout.make:start_inprocess",
+    },
 )
-
 
 # Groups of a run's own metrics, and those among them that terms of a loss have.
 _GROUPS = "actor critic perf timing_s trainer train training val rollout rollout_corr reward response_length"

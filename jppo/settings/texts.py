@@ -8,9 +8,10 @@ import urllib.parse
 from typing import Any
 
 from jppo.errors import UserError
+from jppo.registry import REMOTE_LOGGERS
 
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")  # extra: keys, counters, coefficients, data positions
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "clearml", "trackio")
+LOCAL_LOGGERS = ("console", "jsonl", "tensorboard")
 REJECTION_RULES = tuple(
     f"{over}_{k}"
     for over in ("token", "seq_sum", "seq_mean", "seq_max")
@@ -39,8 +40,9 @@ def loggers(names: str) -> tuple[str, ...]:
     """Parses the sinks of metrics."""
     sinks = tuple(name.strip() for name in names.split(",") if name.strip())
     for name in sinks:
-        if name not in LOGGERS:
-            raise UserError(f"trainer.logger={names!r}: {name!r} is not known; the names are {', '.join(LOGGERS)}")
+        if name not in LOCAL_LOGGERS and name not in REMOTE_LOGGERS:
+            known_names = ", ".join((*LOCAL_LOGGERS, *REMOTE_LOGGERS))
+            raise UserError(f"trainer.logger={names!r}: {name!r} is not known; the names are {known_names}")
         if sinks.count(name) > 1:
             raise UserError(f"trainer.logger={names!r}: {name!r} is given twice; name it once")
     if "jsonl" not in sinks:

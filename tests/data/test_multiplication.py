@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from examples import multiplication
-from jppo.agent.built_in_tools import evaluate
 from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import load_tokenizer
+from jppo.plugins.agents.built_in_tools import evaluate
 from jppo.rewards.graders import GRADERS
 
 

@@ -21,12 +21,12 @@ from jppo import settings as settings_room
 from jppo.errors import UserError
 from jppo.learner.make import make_mesh
 from jppo.models import config_reader
+from jppo.plugins.sglang import client as sglang
 from jppo.rollout.make import describe_servers, server_threads, servers_gpu_share, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import member
 from jppo.rollout.servers.make import require_routing
 from jppo.rollout.servers.member import Server, check_ports, relevant_lines
-from jppo.rollout.sglang import client as sglang
 from jppo.rollout.vllm.arguments import (
     LORA_RANKS,
     check_vllm,

@@ -15,10 +15,10 @@ import threading
 import numpy as np
 import pytest
 
+from jppo.plugins.sglang.client import Sglang
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers import endpoint, http_client, replies
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.sglang.client import Sglang
 from jppo.rollout.vllm.client import Vllm
 from jppo.rollout.vllm.publish import call_workers, require_ok
 

@@ -14,10 +14,10 @@ import pytest
 import rich.console
 from tensorboardX.proto.event_pb2 import Event
 
+from jppo.plugins.loggers.remote import SentSteps
 from jppo.runlog import logger as module
 from jppo.runlog.diagnosis import Alert
 from jppo.runlog.logger import Logger, print_summary, read_metrics, write_samples_file
-from jppo.runlog.remote_loggers import SentSteps
 
 
 def console(terminal=False):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jppo import plugins
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import UserError
 from jppo.models import hf
@@ -13,7 +14,6 @@ from jppo.rollout.make import server_threads
 from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
 from jppo.rollout.servers.repair import Lookup, address_lookup
-from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import ServedReferences, start_vllm
 from jppo.settings import Loop, Settings, texts
@@ -82,12 +82,14 @@ def start_engine(c: Loop, run: pathlib.Path, hosts: Hosts = ALONE) -> ServerEngi
     """Starts this host's servers without waiting, or attaches to running ones."""
     r = c.rollout
     run.mkdir(parents=True, exist_ok=True)
-    start: Callable[..., ServerEngine] = start_sglang
     if r.publish_via == "auto":
         print(f"rollout: weights go by {publish_via(r)}", file=sys.stderr, flush=True)
+    start: Callable[..., ServerEngine]
     if r.name == "vllm":
         require_routing(c)
         start = functools.partial(start_vllm, publish_host=r.publish_host)
+    else:
+        start = plugins.load("sglang.client").start_sglang
     return start(
         str(hf.resolve_directory(c.model.path, weights=False)),
         str(run),

@@ -1,0 +1,1 @@
+"""Loggers outside the run folder: Weights & Biases, MLflow, SwanLab, ClearML and Trackio."""
