@@ -15,7 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import jppo
 from examples import arithmetic
-from tests import make, test_tinker
+from tests import make
+from tests.plugins.tinker import test_tinker
 
 MODEL = "Qwen/Qwen3-8B-Base"
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
