@@ -4,7 +4,7 @@ A read is recorded once, on shapes (`record`), so that a run computes what is re
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -23,35 +23,27 @@ Statistic = Callable[[jax.Array, jax.Array, Vocabulary], jax.Array]
 
 
 class View:
-    """Arrays of a step by name, for a function that reads some of them."""
+    """Arrays of a step, for a function that reads some of them: its attributes, whose annotations list them."""
 
     def __init__(self, take: Callable[[str], Array]):
         """`take` returns an array by its name, and raises KeyError for one that was not recorded as read."""
         self._take = take
 
+    if not TYPE_CHECKING:  # which knows the attributes that are annotated
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in get_type_hints(type(self)):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return self._take(name)
+
 
 class EpisodeView(View):
     """What an outcome may read: arrays [N], an entry for each episode."""
 
-    @property
-    def score(self) -> Array:
-        """The score less the KL in the reward, f32; 0 without a score."""
-        return self._take("score")
-
-    @property
-    def length(self) -> Array:
-        """The trained tokens, f32; all sampled ones where none is trained on."""
-        return self._take("length")
-
-    @property
-    def group(self) -> Array:
-        """The number of each episode's group, equal for the episodes of a prompt, i32, below N."""
-        return self._take("group")
-
-    @property
-    def given(self) -> Array:
-        """Whether the response was given and not sampled, bool."""
-        return self._take("given")
+    score: Array  # f32, less the KL in the reward; 0 without a score
+    length: Array  # f32, of the trained tokens; of all sampled ones where none is trained on
+    group: Array  # i32, below N, equal for the episodes of a prompt
+    given: Array  # bool, whether the response was given and not sampled
 
     def part(self, name: str) -> Array:
         """The part of the reward of this name, f32, without the KL."""
@@ -65,69 +57,22 @@ class EpisodeView(View):
 class TokenView(View):
     """What an advantage may read: arrays [B, L], and [B] where it says so; B are responses, and branches of agents."""
 
-    @property
-    def outcome(self) -> Array:
-        """The outcome of the response's episode, [B] f32."""
-        return self._take("outcome")
-
-    @property
-    def reward(self) -> Array:
-        """The token's reward, f32: -β KL and the amounts earned at it; the last token has the rest of the score."""
-        return self._take("reward")
-
-    @property
-    def kl_reward(self) -> Array:
-        """-β KL alone, f32: the score is a metric only."""
-        return self._take("kl_reward")
-
-    @property
-    def value(self) -> Array:
-        """The critic's value of the state before the token, f32."""
-        return self._take("value")
-
-    @property
-    def greedy(self) -> Array:
-        """The score of a greedy response to the same prompt, [B] f32."""
-        return self._take("greedy")
-
-    @property
-    def old_logprob(self) -> Array:
-        """The old policy's log-prob, f32."""
-        return self._take("old_logprob")
-
-    @property
-    def entropy(self) -> Array:
-        """The old policy's entropy, f32."""
-        return self._take("entropy")
-
-    @property
-    def weight(self) -> Array:
-        """The importance weight of the mismatch with the engine, f32; 1 without a correction."""
-        return self._take("weight")
+    outcome: Array  # [B] f32, of the response's episode
+    reward: Array  # f32, of the token: -β KL and the amounts earned at it; the last token has the rest of the score
+    kl_reward: Array  # f32, -β KL alone: the score is a metric only
+    value: Array  # f32, the critic's of the state before the token
+    greedy: Array  # [B] f32, the score of a greedy response to the same prompt
+    old_logprob: Array  # f32, of the old policy
+    entropy: Array  # f32, of the old policy
+    weight: Array  # f32, importance weight of the mismatch with the engine; 1 without a correction
+    turn_ends: Array  # bool, the last tokens of the policy's turns, before tokens are rejected
+    group: Array  # [B] i32, equal for the responses to a prompt
+    given: Array  # [B] bool, whether the response was given and not sampled
+    mask: Array  # bool, the trained tokens
 
     def statistic(self, name: str) -> Array:
         """The statistic of the old policy's logits of this name, f32."""
         return self._take(f"{STATISTIC}{name}")
-
-    @property
-    def turn_ends(self) -> Array:
-        """The last tokens of the policy's turns, bool, before tokens are rejected."""
-        return self._take("turn_ends")
-
-    @property
-    def group(self) -> Array:
-        """The number of each response's group, equal for the responses to a prompt, [B] i32."""
-        return self._take("group")
-
-    @property
-    def given(self) -> Array:
-        """Whether the response was given and not sampled, [B] bool."""
-        return self._take("given")
-
-    @property
-    def mask(self) -> Array:
-        """The trained tokens, bool."""
-        return self._take("mask")
 
     def column(self, name: str) -> Array:
         """The number that `Algorithm.columns` has for the response's prompt, [B] f32."""
@@ -137,111 +82,43 @@ class TokenView(View):
 class TermView(View):
     """What every loss may read: arrays [R, T] of a micro-batch, in the layout of its rows."""
 
-    @property
-    def mask(self) -> Array:
-        """The tokens that the term is summed over, bool."""
-        return self._take("mask")
-
-    @property
-    def segment(self) -> Array:
-        """The number of the response in its row, i32."""
-        return self._take("segment")
+    mask: Array  # bool, the tokens that the term is summed over
+    segment: Array  # i32, the number of the response in its row
 
 
 class PolicyView(View):
     """What a function of the current policy may read."""
 
-    @property
-    def logprob(self) -> Array:
-        """The current policy's log-prob, f32."""
-        return self._take("logprob")
-
-    @property
-    def old_logprob(self) -> Array:
-        """The old policy's log-prob, f32."""
-        return self._take("old_logprob")
-
-    @property
-    def advantage(self) -> Array:
-        """The advantage, f32."""
-        return self._take("advantage")
+    logprob: Array  # f32, of the current policy
+    old_logprob: Array  # f32, of the old policy
+    advantage: Array  # f32
 
 
 class LossView(PolicyView, TermView):
     """What a term of the policy's loss may read. The current policy's arrays have a gradient."""
 
-    @property
-    def entropy(self) -> Array:
-        """The current policy's entropy, f32."""
-        return self._take("entropy")
+    entropy: Array  # f32, of the current policy
+    kl: Array  # f32, to the reference, as `actor.kl_loss_type` names it
+    ref_logprob: Array  # f32, of the reference
+    given: Array  # bool, tokens of responses that `Algorithm.given` gave
+    positive: Array  # f32, on tokens of responses with a score above 0: 1 / their number in the mini-batch; else 0
+    before: Array  # the result of `Algorithm.before`
+    router: RouterSums  # over the micro-batch's trained tokens; a model without experts drops terms that read it
+    load: Array  # [layers, E] f32, tokens of each expert in the mini-batch
+    tokens: Array  # [] f32, the number of the mini-batch's trained tokens
 
     def statistic(self, name: str) -> Array:
         """The statistic of the current policy's logits of this name, f32."""
         return self._take(f"{STATISTIC}{name}")
 
-    @property
-    def kl(self) -> Array:
-        """The KL to the reference that `actor.kl_loss_type` names, f32."""
-        return self._take("kl")
-
-    @property
-    def ref_logprob(self) -> Array:
-        """The reference's log-prob, f32."""
-        return self._take("ref_logprob")
-
-    @property
-    def given(self) -> Array:
-        """The tokens of responses that `Algorithm.given` gave, bool."""
-        return self._take("given")
-
-    @property
-    def positive(self) -> Array:
-        """On tokens of responses with a score above 0, 1 / the number of these in the mini-batch; else 0. f32."""
-        return self._take("positive")
-
-    @property
-    def before(self) -> Array:
-        """The result of `Algorithm.before`."""
-        return self._take("before")
-
-    @property
-    def router(self) -> RouterSums:
-        """The routers' sums over the micro-batch's trained tokens; a model without experts drops terms that read it."""
-        return self._take("router")  # type: ignore[return-value]
-
-    @property
-    def load(self) -> Array:
-        """The tokens of each expert in the mini-batch, [layers, E] f32."""
-        return self._take("load")
-
-    @property
-    def tokens(self) -> Array:
-        """The number of the mini-batch's trained tokens, [] f32."""
-        return self._take("tokens")
-
 
 class ValueView(TermView):
     """What a term of the critic's loss may read."""
 
-    @property
-    def value(self) -> Array:
-        """The current value, f32, on the scale of the returns, with a gradient."""
-        return self._take("value")
-
-    @property
-    def logits(self) -> Array:
-        """The logits of a critic with a histogram, [R, T, bins] f32, with a gradient."""
-        return self._take("logits")
-
-    @property
-    def old_value(self) -> Array:
-        """The value before the update, f32."""
-        return self._take("old_value")
-
-    @property
-    def returns(self) -> Array:
-        """The returns, f32."""
-        return self._take("returns")
+    value: Array  # f32, the current one on the scale of the returns, with a gradient
+    logits: Array  # [R, T, bins] f32, of a critic with a histogram, with a gradient
+    old_value: Array  # f32, before the update
+    returns: Array  # f32
 
 
 class BeforeView(PolicyView):
@@ -250,15 +127,8 @@ class BeforeView(PolicyView):
     `logprob` costs one more pass.
     """
 
-    @property
-    def key(self) -> Array:
-        """A key of the mini-batch's own, of jax.random."""
-        return self._take("key")
-
-    @property
-    def mask(self) -> Array:
-        """The trained tokens of the mini-batch, bool."""
-        return self._take("mask")
+    key: Array  # of jax.random, the mini-batch's own
+    mask: Array  # bool, the trained tokens of the mini-batch
 
     def count(self, share: float) -> Array:
         """The number of tokens that are this share of the trained ones, rounded down, at least 1: [] i32."""
