@@ -247,6 +247,7 @@ class ServerLimits:
     max_restarts: int
     sleep_level: int = 0
     connections: int = CONNECTIONS  # requests in flight at one server
+    start_timeout_s: float = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +285,11 @@ class Member:
     answers: int = 0
     last_answer_time: float = 0.0  # time of the last answer
     working_checks: dict[int, asyncio.Task[bool]] = dataclasses.field(default_factory=dict)  # late requests share them
+
+    @property
+    def works(self) -> bool:
+        """Whether it can get weights."""
+        return self.up or self.without_weights
 
     async def ask(
         self, route: str, body: Mapping[str, Any], is_sampling: Callable[[int], bool], *, max_bytes: int | None = None

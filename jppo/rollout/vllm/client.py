@@ -233,7 +233,7 @@ def start_vllm(
             i, model=model, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder
         )
         servers.append(Server(program))
-    return ServerEngine(servers, urls, publisher, speak, limits, start_timeout_s=settings.start_timeout_s)
+    return ServerEngine(servers, urls, publisher, speak, limits)
 
 
 def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:
