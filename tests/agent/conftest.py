@@ -13,7 +13,7 @@ from jppo.agent.built_in_tools import Calculator
 from jppo.agent.calls import PARSERS
 from jppo.agent.conversation import Turns, make_talk
 from jppo.agent.tools import Toolbox, ToolLimits, UserCodeRunner
-from jppo.data.tokenizer import decode, load_tokenizer, make_renderer
+from jppo.data.tokenizer import Renderer, decode, load_tokenizer
 from jppo.rollout.protocol import Answer, greedy
 from jppo.types import Prompt
 
@@ -57,7 +57,7 @@ class Hall:
         messages = said if self.format == "plain" else [{"role": "user", "content": said}]
         ids = self.encode(said)
         if self.format != "plain":
-            ids = self.encode(make_renderer(self.tokenizer, [t.schema for t in self.tools])(messages, None))
+            ids = self.encode(Renderer(self.tokenizer, [t.schema for t in self.tools])(messages, None))
         return Prompt("p:1", "exact", messages, np.array(ids, np.int32), "408", extra)
 
     def talk(self):

@@ -183,7 +183,6 @@ class ServedWeights:
         self._api.pause(endpoint, mode)
 
     def resume(self, endpoint: Endpoint) -> None:
-        """Ends a pause."""
         self._api.resume(endpoint)
         self.paused.discard(endpoint)
 
@@ -264,7 +263,6 @@ class ServedWeights:
 
 
 async def _wait_until_idle(members: Sequence[Member]) -> None:
-    """Returns when no request is in flight at the members."""
     while any(member.in_flight for member in members):
         await asyncio.sleep(POLL_S)
 

@@ -96,7 +96,6 @@ class Fleet(Served):
 
     @property
     def members(self) -> Sequence[Member]:
-        """Returns the present servers."""
         return self._router.members
 
     @property
@@ -105,11 +104,9 @@ class Fleet(Served):
         return self._repairs.restarts
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
-        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`."""
         self._deliver(self.publisher.whole(tensors, version), mode)
 
     def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
-        """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
         self._deliver(self.publisher.adapter(save, version), mode)
 
     def _deliver(self, delivery: Delivery, mode: str) -> None:
@@ -142,7 +139,6 @@ class Fleet(Served):
         return self._submit(protocol.converse(ask, one_turn, probe_prompts, sampling, None)).result()
 
     def sleep(self) -> None:
-        """Frees the servers' memory until the next weights."""
         if self._limits.sleep_level:
             self.weights.sleep(self._limits.sleep_level)
 

@@ -124,7 +124,6 @@ class Server:
         return None if process is None else process.pid
 
     def alive(self) -> bool:
-        """Whether the process runs."""
         process = self._process
         return process is not None and process.poll() is None
 
@@ -323,7 +322,6 @@ class Member:
         self.last_answer_time = asyncio.get_running_loop().time()
 
     def cancel_requests(self) -> None:
-        """Ends all requests in flight."""
         for request in self.requests:
             request.cancel()
 
@@ -393,7 +391,6 @@ class Router:
         self._wake(1)
 
     def wake_all(self) -> None:
-        """Lets every waiting request try again."""
         self._wake(len(self._waiting))
 
     def fail(self, error: Exception) -> None:

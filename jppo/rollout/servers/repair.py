@@ -216,7 +216,6 @@ class Repairs:
 
 
 def say(line: str) -> None:
-    """Reports an event of the servers on stderr."""
     print(f"rollout: {line}", file=sys.stderr, flush=True)
 
 

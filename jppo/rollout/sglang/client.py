@@ -122,7 +122,6 @@ class Sglang:
         return False
 
     def version(self, endpoint: Endpoint) -> int | None:
-        """Returns the version that it loaded last."""
         return replies.version(weights_name(endpoint))
 
     def working(self, endpoint: Endpoint, requests: int) -> bool:
@@ -136,7 +135,6 @@ class Sglang:
         endpoint.post("/pause_generation", {"mode": "abort"})
 
     def resume(self, endpoint: Endpoint) -> None:
-        """Ends a pause."""
         endpoint.post("/continue_generation", {})
 
     def sleep(self, endpoint: Endpoint, level: int) -> None:
@@ -145,7 +143,6 @@ class Sglang:
         endpoint.post_for_text("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     def wake_up(self, endpoint: Endpoint, tag: str) -> None:
-        """Allocates memory again, without its content."""
         endpoint.post_for_text("/resume_memory_occupation", {"tags": [tag]})
 
     def _require_end(self, matched: Any, tokens: Sequence[int], sampling: Sampling) -> None:
@@ -337,7 +334,6 @@ class DirectoryPublisher(Publisher):
         raise UserError("rollout.lora_sync='adapter' needs rollout.name=vllm; use rollout.lora_sync=merge")
 
     def close(self) -> None:
-        """Removes the directories."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> tuple[pathlib.Path, list[layout.TensorEntry]]:
@@ -361,7 +357,6 @@ class DirectoryPublisher(Publisher):
 
 
 def weights_name(endpoint: Endpoint) -> str:
-    """Returns the name of a server's weights."""
     return endpoint.get_field(INFO, "weight_version", str)
 
 

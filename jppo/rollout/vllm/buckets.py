@@ -76,7 +76,6 @@ class Tcp:
             yield entries, {"address": dataclasses.asdict(address)}
 
     def close(self) -> None:
-        """Stops listening."""
         self._sender.close()
 
 
@@ -140,7 +139,6 @@ class Streamed(Delivery):
             yield from self._send_buckets(iter(self.tensors), None, second_pass)
 
     def take(self, endpoint: Endpoint) -> None:
-        """Loads the staged tensors on the server."""
         endpoint.post("/finish_weight_update", {})
         require_ok(endpoint, self.version, "jppo_transfer")
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
@@ -241,7 +239,6 @@ class StreamPublisher(FilePublisher):
         }
 
     def close(self) -> None:
-        """Ends all transfers."""
         self._carrier.close()
         super().close()
 

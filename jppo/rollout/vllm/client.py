@@ -117,7 +117,6 @@ class Vllm:
         return ServerFacts(model, length, process)
 
     def paused(self, endpoint: Endpoint) -> bool:
-        """Whether requests would wait."""
         return endpoint.get_field("/is_paused", "is_paused", bool)
 
     def version(self, endpoint: Endpoint) -> int | None:
@@ -139,7 +138,6 @@ class Vllm:
         endpoint.post(f"/pause?mode={mode}")
 
     def resume(self, endpoint: Endpoint) -> None:
-        """Ends a pause."""
         endpoint.post("/resume")
 
     def sleep(self, endpoint: Endpoint, level: int) -> None:

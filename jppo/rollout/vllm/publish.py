@@ -50,7 +50,6 @@ class Whole(Delivery):
         yield lambda endpoint: require_ok(endpoint, self.version, "jppo_check", version=self.version, **where)
 
     def take(self, endpoint: Endpoint) -> None:
-        """Loads the file on the server."""
         require_ok(endpoint, self.version, "jppo_load", version=self.version, path=self.path)
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
 
@@ -247,7 +246,6 @@ class FilePublisher(Publisher):
         self._adapters: list[pathlib.Path] = []  # the last ones, for the last written model
 
     def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Delivery:
-        """Writes a whole policy."""
         self._remove_adapters(0)  # they belonged to another model
         entries, path = self._buffers.write(tensors)
         return Whole(version=version, entries=entries, path=path)
@@ -272,11 +270,9 @@ class FilePublisher(Publisher):
         self._buffers.renew()
 
     def close(self) -> None:
-        """Frees the files."""
         self._buffers.close()
 
     def _remove_adapters(self, keep: int) -> None:
-        """Removes all adapters but the last `keep`."""
         while len(self._adapters) > keep:
             shutil.rmtree(self._adapters.pop(0), ignore_errors=True)
 

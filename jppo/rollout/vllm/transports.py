@@ -313,7 +313,6 @@ class CudaDevice:
         return address.value, bytes(handle).hex()
 
     def free(self, address: int) -> None:
-        """Frees memory of `allocate`."""
         self._call("cuMemFree_v2", address)
 
     @contextlib.contextmanager
