@@ -19,7 +19,7 @@ from jppo import settings
 from jppo.data.preferences import PairSet
 from jppo.data.prompts import Messages
 from jppo.data.rows import Row
-from jppo.data.tokenizer import encode_all, make_renderer
+from jppo.data.tokenizer import Renderer, encode_all
 from jppo.errors import UserError
 from jppo.learner import preference, sharding, update
 from jppo.learner.make import logprob_of_texts, make_adapters, plan_rows
@@ -46,7 +46,7 @@ def prepare(c: PreferenceTuning, request: DryRun = HERE) -> pairs.PairTask:
     tokenizer = read_tokenizer(c, cfg)
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token to end responses with; set eos_token in its config")
-    render = make_renderer(tokenizer)
+    render = Renderer(tokenizer)
 
     def prompt_ids(messages: Messages) -> list[int]:
         text = messages if isinstance(messages, str) else render(messages, Row("a pair", 0, {}))

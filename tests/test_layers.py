@@ -85,7 +85,7 @@ ONLY_IN = {
     "prometheus_client": ("jppo.runlog.sinks",),
     "orbax": ("jppo.runlog.checkpoint", "jppo.runlog.checkpoint_arrays"),
     "tensorboardX": ("jppo.runlog.sinks",),
-    "h11": ("jppo.http_server",),
+    "h11": ("jppo.http_server", "jppo.rollout.servers.http_client"),
     "google": ("jppo.plugins.tinker.requests",),  # protobuf
     "ml_collections": (
         *("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo", "jppo.from_verl"),

@@ -7,13 +7,11 @@ rollout.val_kwargs.n asks it several times.
 """
 
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 from jppo.data import prepare
 from jppo.data.rows import Row, brief, text_column
 from jppo.errors import UserError
-from jppo.settings import exit_on_user_error
 
 
 def _example(row: Row, index: int) -> dict[str, Any]:
@@ -36,11 +34,7 @@ def _make(source: pathlib.Path) -> prepare.RowSets:
     return {"test": prepare.deduplicate(_example(row, i) for i, row in enumerate(prepare.rows_of(source)))}
 
 
-@exit_on_user_error
-def main(argv: Sequence[str] | None = None) -> None:
-    """Writes AIME's questions as test.parquet."""
-    prepare.command("jppo.data.aime", __doc__, _make, argv)
-
+main = prepare.command("jppo.data.aime", __doc__, _make)
 
 if __name__ == "__main__":
     main()

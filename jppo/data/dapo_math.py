@@ -6,10 +6,8 @@ hundred times.
 """
 
 import pathlib
-from collections.abc import Sequence
 
 from jppo.data import prepare
-from jppo.settings import exit_on_user_error
 
 
 def _make(source: pathlib.Path) -> prepare.RowSets:
@@ -17,11 +15,7 @@ def _make(source: pathlib.Path) -> prepare.RowSets:
     return {"train": prepare.deduplicate(prepare.checked_verl_row(row, "train") for row in prepare.rows_of(source))}
 
 
-@exit_on_user_error
-def main(argv: Sequence[str] | None = None) -> None:
-    """Writes DAPO-Math-17k's questions as train.parquet."""
-    prepare.command("jppo.data.dapo_math", __doc__, _make, argv)
-
+main = prepare.command("jppo.data.dapo_math", __doc__, _make)
 
 if __name__ == "__main__":
     main()

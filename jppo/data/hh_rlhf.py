@@ -9,13 +9,11 @@ different prompts, or a half is empty.
 
 import pathlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from jppo.data import prepare
 from jppo.data.rows import Row, text_column
 from jppo.errors import UserError
-from jppo.settings import exit_on_user_error
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -63,11 +61,7 @@ def _make(source: pathlib.Path) -> prepare.RowSets:
     return sets
 
 
-@exit_on_user_error
-def main(argv: Sequence[str] | None = None) -> None:
-    """Writes HH-RLHF's pairs and prompts as parquet files."""
-    prepare.command("jppo.data.hh_rlhf", __doc__, _make, argv)
-
+main = prepare.command("jppo.data.hh_rlhf", __doc__, _make)
 
 if __name__ == "__main__":
     main()

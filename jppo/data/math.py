@@ -6,14 +6,12 @@ test.parquet with verl's prompt; the ground truth is the last \boxed{} of the so
 """
 
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 from jppo.data import prepare
 from jppo.data.rows import Row, text_column
 from jppo.errors import UserError
 from jppo.rewards.rules import last_box
-from jppo.settings import exit_on_user_error
 
 _SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 _SUFFIX = r"Let's think step by step and output the final answer within \boxed{}."
@@ -36,11 +34,7 @@ def _make(source: pathlib.Path) -> prepare.RowSets:
     return {s: [_example(row, s, i) for i, row in enumerate(prepare.rows_of(source, s))] for s in splits}
 
 
-@exit_on_user_error
-def main(argv: Sequence[str] | None = None) -> None:
-    """Writes MATH's questions as train.parquet and test.parquet."""
-    prepare.command("jppo.data.math", __doc__, _make, argv)
-
+main = prepare.command("jppo.data.math", __doc__, _make)
 
 if __name__ == "__main__":
     main()

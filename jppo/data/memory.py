@@ -89,16 +89,13 @@ class Memory:
         raise NotImplementedError
 
     def _make_first(self) -> str:
-        """Makes the first memory."""
         raise NotImplementedError
 
     @functools.cached_property
     def first(self) -> str:
-        """The first memory, as text."""
         return self._make_first()
 
     def read(self, text: str) -> Any:
-        """Returns a copy of a memory."""
         return from_text(text or self.first)
 
     def _check_indices(self, name: str, indices: Any, size: int, rule: str, returned: Any) -> np.ndarray:

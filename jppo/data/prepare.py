@@ -1,6 +1,5 @@
 """Shared parts of the preparation commands: reading a publisher's files and writing rows in verl's layout."""
 
-import argparse
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ import pyarrow.parquet as pq
 
 from jppo.data.rows import SUFFIXES, Row, checked_messages, make_directory, read_rows, text_column
 from jppo.errors import UserError, escaped
+from jppo.settings import Parser, exit_on_user_error
 
 # DAPO's published prompt; the rule `math_dapo` reads the line of the answer.
 DAPO_PROMPT = (
@@ -94,17 +94,18 @@ def write_parquet(sets: RowSets, out: pathlib.Path) -> dict[str, int]:
     return counts
 
 
-def command(
-    name: str, about: str | None, make: Callable[[pathlib.Path], RowSets], argv: Sequence[str] | None = None
-) -> None:
-    """Runs a data set's command line: `make` reads its files, and the rows are written as parquet."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--from", dest="source", type=pathlib.Path, required=True, help="directory of the data set's files"
-    )
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
-    args = parser.parse_args(argv)
-    for written, count in write_parquet(make(args.source), args.out).items():
-        print(escaped(f"{written}: {count} rows"))
+def command(name: str, about: str | None, make: Callable[[pathlib.Path], RowSets]) -> Callable[..., None]:
+    """Makes a data set's command: `make` makes rows of the files in --from, and they are written to --out."""
+
+    @exit_on_user_error
+    def main(argv: Sequence[str] | None = None) -> None:
+        parser = Parser(name, about)
+        parser.add_argument(
+            "--from", dest="source", type=pathlib.Path, required=True, help="directory of the data set's files"
+        )
+        parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
+        args = parser.parse_args(argv)
+        for written, count in write_parquet(make(args.source), args.out).items():
+            print(escaped(f"{written}: {count} rows"))
+
+    return main

@@ -21,7 +21,7 @@ from rich import console, progress
 from jppo.data.memory import Memory, Order
 from jppo.data.rows import Row, checked_messages, checked_text, is_finite, read_sources, text_column
 from jppo.data.stream import MixPart, mix_parts, parse_mix
-from jppo.data.tokenizer import announce_long, encode_all, ends_with_eos, make_renderer
+from jppo.data.tokenizer import Renderer, announce_long, encode_all, ends_with_eos
 from jppo.errors import UserError
 from jppo.types import Prompt
 
@@ -189,7 +189,7 @@ def tokenise(
     max_length: int | None = None,
 ) -> list[list[int]]:
     """Renders and tokenises prompts with a progress bar; `rows` are their places for errors."""
-    render = make_renderer(tokenizer, tools, template_arguments)
+    render = Renderer(tokenizer, tools, template_arguments)
     ids: list[list[int]] = []
     terminal = console.Console(stderr=True)
     show_bar = len(messages) > SHOWN_FROM and sys.stderr.isatty()

@@ -16,7 +16,7 @@ import numpy as np
 
 from jppo.data.prompts import Messages, prompt_of, tokenise, with_system_prompt
 from jppo.data.rows import Row, brief, checked_messages, checked_text, read_sources, text_column
-from jppo.data.tokenizer import encode_all, make_renderer
+from jppo.data.tokenizer import Renderer, encode_all
 from jppo.errors import UserError
 
 Segments = list[tuple[str, bool]]  # texts, and whether each is trained on with an end token
@@ -109,7 +109,7 @@ def make_chat_splitter(tokenizer: Any) -> Callable[[Messages, Row], tuple[Messag
     A turn extends from where the template starts the assistant's turn, after the earlier messages, to the next end
     token. It must occur in the text of the whole chat, because some templates drop parts of earlier turns.
     """
-    render, end = make_renderer(tokenizer), tokenizer.eos_token
+    render, end = Renderer(tokenizer), tokenizer.eos_token
 
     def split_chat(messages: Messages, row: Row) -> tuple[Messages, Segments]:
         """Returns the messages before the first answer, and segments of the rest, if the template keeps it as it is."""

@@ -315,7 +315,12 @@ class Renderer:
     `tools` are schemas that the template shows to the model; `arguments` are further names that it reads.
     """
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]):
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] = types.MappingProxyType({}),
+    ):
         """Reads the template's undefined names; UserError if it is invalid or does not read one of the `arguments`."""
         self._template, self._unknown = None, []
         self._tools = [dict(tool) for tool in tools] or None
@@ -353,15 +358,6 @@ class Renderer:
         if error:
             raise UserError(f"{rows[len(texts)].place}: the chat template refuses the prompt: {error}")
         return texts
-
-
-def make_renderer(
-    tokenizer: Any,
-    tools: Sequence[Mapping[str, Any]] = (),
-    arguments: Mapping[str, Any] = types.MappingProxyType({}),
-) -> Renderer:
-    """Makes the renderer; an invalid template is a UserError."""
-    return Renderer(tokenizer, tools, arguments)
 
 
 def _check_arguments(arguments: Mapping[str, Any], names_read: Iterable[str]) -> None:

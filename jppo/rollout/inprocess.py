@@ -355,7 +355,6 @@ class InprocessSampler(Sampler):
         return future
 
     def close(self) -> None:
-        """Drops the weights; may be called twice."""
         self.version = self._policy = None
 
     def _batcher(self, model: Params) -> _Batcher:

@@ -134,7 +134,6 @@ def inprocess_settings(c: Loop, mesh: Mesh) -> InprocessSettings:
 def make_publisher(
     c: Settings, learner: Learner, sampler: Source, adapters: Lora | None = None, hosts: Hosts = ALONE
 ) -> PolicyPublisher:
-    """Makes the publisher of a run's policies."""
     publish = functools.partial(publish_policy, make_publish_settings(c, adapters), learner, sampler, hosts=hosts)
     return PolicyPublisher(publish, early=learner.critic is not None and may_overlap(c, hosts))
 

@@ -77,7 +77,6 @@ class Repeatable:
     make: Callable[[], Iterator[tuple[str, np.ndarray]]]
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Makes them."""
         return self.make()
 
 

@@ -155,7 +155,6 @@ def fingerprint_graders(c: Settings) -> dict[str, Any]:
 
 
 def max_staleness(c: Settings) -> int:
-    """Returns the maximum staleness of a sample, in updates."""
     return c.rollout.max_staleness if c.rollout.mode == "async" else 0
 
 

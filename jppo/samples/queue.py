@@ -59,11 +59,9 @@ class Draws:
                 self._changed.notify_all()
 
     def is_complete(self, group: int) -> bool:
-        """Whether all responses to a prompt are complete."""
         return group in self._complete
 
     def numbers(self, group: int) -> range:
-        """Returns the indices of a prompt's responses."""
         return range(group * self.n, (group + 1) * self.n)
 
     def rewards(self, numbers: Sequence[int]) -> list[Reward]:

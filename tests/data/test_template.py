@@ -8,7 +8,7 @@ import pytest
 from jppo.data import template_worker
 from jppo.data import tokenizer as template_module
 from jppo.data.rows import Row
-from jppo.data.tokenizer import load_tokenizer, make_renderer
+from jppo.data.tokenizer import Renderer, load_tokenizer
 from jppo.errors import UserError
 
 ASKED = [{"role": "user", "content": "1"}]
@@ -16,7 +16,7 @@ ASKED = [{"role": "user", "content": "1"}]
 
 def render(tokenizer, template, messages=ASKED):
     tokenizer.chat_template = template
-    return make_renderer(tokenizer)(messages, Row("d.jsonl", 3, {}, "line"))
+    return Renderer(tokenizer)(messages, Row("d.jsonl", 3, {}, "line"))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_template_of_a_real_model_reads_no_other_name(shared):
     tokenizer = load_tokenizer(str(shared / "tokenizers/qwen2.5"))
     assert template_worker.unknown_names(tokenizer.chat_template) == []
     whole = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
-    assert make_renderer(tokenizer)(ASKED, Row("d", 1, {})) == whole
+    assert Renderer(tokenizer)(ASKED, Row("d", 1, {})) == whole
 
 
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if think is defined and think is false %}={% endif %}"
@@ -71,7 +71,7 @@ THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if think is defin
 @pytest.mark.parametrize(("arguments", "text"), [({}, "1"), ({"think": True}, "1"), ({"think": False}, "1=")])
 def test_arguments_reach_the_template(characters, arguments, text):
     characters.chat_template = THINKS
-    assert make_renderer(characters, arguments=arguments)(ASKED, Row("d.jsonl", 3, {})) == text
+    assert Renderer(characters, arguments=arguments)(ASKED, Row("d.jsonl", 3, {})) == text
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_an_argument_that_changes_nothing_is_an_error(characters, template, name
     with pytest.raises(
         UserError, match=f"has '{name}', which the tokenizer's chat template does not read; it reads {reads}"
     ):
-        make_renderer(characters, arguments={name: False})
+        Renderer(characters, arguments={name: False})
 
 
 BOMBS = {
@@ -151,7 +151,7 @@ def test_a_template_without_end_is_one_line_in_bounded_time_and_memory(character
 def test_after_a_row_that_takes_too_long_others_are_rendered(characters):
     characters.chat_template = "{% for i in range(messages[0].content|int) %}{% for j in range(99999) %}{% endfor %}"
     characters.chat_template += "{% endfor %}{{ messages[0].content }}"
-    renderer = make_renderer(characters)
+    renderer = Renderer(characters)
     rows = [Row("d.jsonl", i, {}, "line") for i in range(3)]
     with pytest.raises(UserError, match=r"d\.jsonl, line 1: the chat template refuses the prompt: it takes too long"):
         renderer.all([[{"role": "user", "content": n}] for n in ("0", "90000", "1")], rows)
@@ -169,4 +169,4 @@ def test_the_worker_renders_as_transformers(shared, characters):
             tokenizer.apply_chat_template(one, tools=given or None, add_generation_prompt=True, tokenize=False)
             for one in odd
         ]
-        assert make_renderer(tokenizer, given).all(odd, [Row("d", 1, {})] * len(odd)) == wanted
+        assert Renderer(tokenizer, given).all(odd, [Row("d", 1, {})] * len(odd)) == wanted

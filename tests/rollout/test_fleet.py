@@ -63,9 +63,9 @@ def made(fakes, settings, monkeypatch):
             start_vllm(
                 "model",
                 "run",
-                settings=settings(start_timeout_s=start_s, lora_rank=lora_rank),
+                settings=settings(lora_rank=lora_rank),
                 urls=[fake.url for fake in fakes[:count]],
-                limits=ServerLimits(timeout_s, health_s, restarts, **limits),
+                limits=ServerLimits(timeout_s, health_s, restarts, start_timeout_s=start_s, **limits),
                 publish_dir="",
             )
         )

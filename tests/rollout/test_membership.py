@@ -46,8 +46,9 @@ def run(tmp_path, settings, monkeypatch):
         write(servers)
         engines.append(
             start_vllm(
-                "model", "run", settings=settings(start_timeout_s=start_s, **changes), publish_dir="",
-                urls=attached_urls(f"file:{file}", ALONE), limits=ServerLimits(600.0, health_s, 0),
+                "model", "run", settings=settings(**changes), publish_dir="",
+                urls=attached_urls(f"file:{file}", ALONE),
+                limits=ServerLimits(600.0, health_s, 0, start_timeout_s=start_s),
             )
         )  # fmt: skip
         sampler = engines[-1].ready(eos_token_ids=[2], decode=str)

@@ -47,7 +47,6 @@ def test_a_renewed_file_is_not_the_one_that_may_still_be_read(buffers):
         layout.map_checked(kept.path, kept.entries, SHAPES)  # the last good one is still there
         buffers.write([("w0", TENSORS["w0"] + 3)])
         assert reader.read()[:2000] == (TENSORS["w0"] + 1).tobytes()
-    assert kept.check_args().keys() == {"entries", "path"}
 
 
 def test_another_process_reads_the_nameless_file(buffers):

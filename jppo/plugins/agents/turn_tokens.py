@@ -21,7 +21,7 @@ from typing import Any
 
 from jppo.data.prompts import Messages
 from jppo.data.rows import Row
-from jppo.data.tokenizer import make_renderer, spell, tokenize
+from jppo.data.tokenizer import Renderer, spell, tokenize
 from jppo.errors import UserError
 from jppo.plugins.agents.calls import Call, ParsedCall, Parser, Schema, opened_thought, without_calls
 
@@ -252,7 +252,7 @@ def template_chat(
             f"{setting}={name!r} needs a chat template, and the tokenizer has none; give one in"
             f" tokenizer_config.json or chat_template.jinja, or set {setting}=plain"
         )
-    renderer, encode = make_renderer(tokenizer, schemas, arguments), functools.partial(tokenize, tokenizer)
+    renderer, encode = Renderer(tokenizer, schemas, arguments), functools.partial(tokenize, tokenizer)
 
     def render(messages: Sequence[Message], opened: bool = True) -> str:
         text: str = renderer(messages, _EXAMPLE_ROW, opened=opened)

@@ -26,7 +26,7 @@ from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard, replies
 from jppo.rollout.servers.api import Completion, sampling_params
-from jppo.rollout.servers.delivery import Offers
+from jppo.rollout.servers.delivery import Delivery, Publisher
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.http_client import brief
@@ -122,7 +122,6 @@ class Sglang:
         return False
 
     def version(self, endpoint: Endpoint) -> int | None:
-        """Returns the version that it loaded last."""
         return replies.version(weights_name(endpoint))
 
     def working(self, endpoint: Endpoint, requests: int) -> bool:
@@ -136,7 +135,6 @@ class Sglang:
         endpoint.post("/pause_generation", {"mode": "abort"})
 
     def resume(self, endpoint: Endpoint) -> None:
-        """Ends a pause."""
         endpoint.post("/continue_generation", {})
 
     def sleep(self, endpoint: Endpoint, level: int) -> None:
@@ -145,7 +143,6 @@ class Sglang:
         endpoint.post_for_text("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     def wake_up(self, endpoint: Endpoint, tag: str) -> None:
-        """Allocates memory again, without its content."""
         endpoint.post_for_text("/resume_memory_occupation", {"tags": [tag]})
 
     def _require_end(self, matched: Any, tokens: Sequence[int], sampling: Sampling) -> None:
@@ -191,7 +188,7 @@ def start_sglang(
         Server(sglang_program(i, model_dir=model_dir, run_dir=run_dir, settings=settings, folder=publisher.folder))
         for i in range(0 if urls else settings.servers)
     ]
-    return ServerEngine(servers, urls, publisher, speak, limits, start_timeout_s=settings.start_timeout_s)
+    return ServerEngine(servers, urls, publisher, speak, limits)
 
 
 def how_to_start(model_dir: str, settings: ServerSettings) -> str:
@@ -283,19 +280,11 @@ FILE = "model.safetensors"
 HEAD_ROOM = 1 << 20  # bytes reserved for the header, which is known after all tensors are written
 
 
-@dataclasses.dataclass(frozen=True)
-class Directory:
-    """A whole policy in one of the two directories."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Directory(Delivery):
+    """A whole policy in one of the two directories; no route checks it without loading."""
 
     path: pathlib.Path
-    version: int
-    model: None = None
-    whole: bool = True
-    exclusive: bool = False
-
-    def offers(self) -> Offers:
-        """Yields nothing: no route checks without loading."""
-        yield from ()
 
     def take(self, endpoint: Endpoint) -> None:
         """Loads it on the server and checks the version name."""
@@ -313,7 +302,7 @@ class Directory:
             raise ServerFault(f"the server at {endpoint.url} was given version {self.version} but reports {reported!r}")
 
 
-class DirectoryPublisher:
+class DirectoryPublisher(Publisher):
     """Writes whole policies as directories: two, in shared memory or in `publish_dir`, with the model's `config`."""
 
     def __init__(self, publish_dir: str, config: pathlib.Path):
@@ -338,21 +327,13 @@ class DirectoryPublisher:
                 f" {_shape_text(shapes.get(name))} instead of {_shape_text(self._shapes.get(name))};"
                 " no server received it"
             )
-        return Directory(path, version)
+        return Directory(version=version, path=path)
 
     def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Directory:
         """Refuses: SGLang only loads whole policies."""
         raise UserError("rollout.lora_sync='adapter' needs rollout.name=vllm; use rollout.lora_sync=merge")
 
-    def metrics(self) -> dict[str, float]:
-        """Returns nothing: files are on this machine, or in a folder that servers share."""
-        return {}
-
-    def refused(self) -> None:
-        """Does nothing: the next write creates a new file."""
-
     def close(self) -> None:
-        """Removes the directories."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> tuple[pathlib.Path, list[layout.TensorEntry]]:
@@ -376,7 +357,6 @@ class DirectoryPublisher:
 
 
 def weights_name(endpoint: Endpoint) -> str:
-    """Returns the name of a server's weights."""
     return endpoint.get_field(INFO, "weight_version", str)
 
 

@@ -5,13 +5,14 @@
 
 A delivery is one version of the weights on its way to the servers, an offer one step of it that changes nothing yet.
 
-A publish begins in `PublishedServers.load`. The `ServerApi` (`api.py`) pauses servers. A `Publisher` makes a `Delivery`
+A publish begins in `Fleet.load`. The `ServerApi` (`api.py`) pauses servers. A `Publisher` makes a `Delivery`
 of the trainer's tensors: `vllm/publish.py`, `sglang/client.py`. A server that breaks off is left to `repair.py`; a
 repaired server and one that joins get the current weights by `catch_up`.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import pathlib
 import sys
 import threading
@@ -23,7 +24,7 @@ from typing import Protocol
 import numpy as np
 
 from jppo.errors import UserError
-from jppo.rollout.protocol import RolloutError, Served
+from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.api import ServerApi
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.member import Member, Router
@@ -44,33 +45,25 @@ class WeightsGone(RolloutError):
         self.another_comes = another_comes
 
 
-class Delivery(Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delivery:
     """Weights for the servers; can be delivered as often as needed."""
 
-    @property
-    def version(self) -> int:
-        """Returns their version."""
-
-    @property
-    def model(self) -> str | None:
-        """Returns the model name for requests with them; None: the server's own name."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether they are the whole model; otherwise an addition to the previous delivery."""
-
-    @property
-    def exclusive(self) -> bool:
-        """Whether no other delivery may be under way meanwhile."""
+    version: int
+    model: str | None = None  # its name in requests; None: the server's own
+    whole: bool = True  # the whole model; otherwise an addition to the previous delivery
+    exclusive: bool = False  # no other delivery may be under way meanwhile
 
     def offers(self) -> Offers:
         """Yields the steps in which servers get and check them without a change; RolloutError if one refuses.
 
         Each step is made on all servers before the next. WeightsGone if they cannot be delivered any more.
         """
+        yield from ()
 
     def take(self, endpoint: Endpoint) -> None:
         """Makes a server sample from them."""
+        raise NotImplementedError
 
 
 class Publisher(Protocol):
@@ -84,9 +77,11 @@ class Publisher(Protocol):
 
     def refused(self) -> None:
         """Abandons the last delivery."""
+        return
 
     def metrics(self) -> dict[str, float]:
         """Returns counters of the deliveries since the last call."""
+        return {}
 
     def close(self) -> None:
         """Frees the files."""
@@ -112,10 +107,7 @@ class ServedWeights:
         self.may_start = threading.Event()  # clear from a sleep to the next delivery: the trainer has their memory
         self.may_start.set()
         self._deliveries: tuple[Delivery, ...] = ()  # a whole model, then the latest addition
-        self._router = router
-        self._api = api
-        self._loop = loop
-        self._on_broken = on_broken
+        self._router, self._api, self._loop, self._on_broken = router, api, loop, on_broken
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jppo-fleet")
 
     @property
@@ -141,7 +133,7 @@ class ServedWeights:
         self.may_start.set()
         self._await_members(all_of_them=asleep)
         with self.lock:
-            taking = [member for member in self._router.members if member.up or member.without_weights]
+            taking = [member for member in self._router.members if member.works]
             with contextlib.closing(delivery.offers()) as offers:
                 for offer in offers:
                     taking = self._run_on_each(taking, offer)
@@ -155,7 +147,7 @@ class ServedWeights:
                 taking = self._run_on_each(taking, lambda endpoint: self.pause(endpoint, mode))
                 taking = self._wake_up(self._run_on_each(taking, delivery.take), "kv_cache")
                 for member in taking:
-                    if member.up or member.without_weights:  # not given up meanwhile
+                    if member.works:  # not given up meanwhile
                         member.asleep, member.without_weights, member.up = False, False, True
                 base_deliveries = () if delivery.whole else self._deliveries[:1]
                 self._deliveries, self.version = (*base_deliveries, delivery), delivery.version
@@ -191,7 +183,6 @@ class ServedWeights:
         self._api.pause(endpoint, mode)
 
     def resume(self, endpoint: Endpoint) -> None:
-        """Ends a pause."""
         self._api.resume(endpoint)
         self.paused.discard(endpoint)
 
@@ -232,7 +223,7 @@ class ServedWeights:
         while self._router.fatal is None:
             members = self._router.members
             starting = all_of_them and any(member.in_repair and member.server is not None for member in members)
-            if not starting and any(member.up or member.without_weights for member in members):
+            if not starting and any(member.works for member in members):
                 return
             time.sleep(POLL_S)
         raise self._router.fatal
@@ -248,11 +239,7 @@ class ServedWeights:
 
         A member that was replaced in between was not called: it gets the weights when it is repaired.
         """
-        futures = {
-            self._pool.submit(step, member.endpoint): member
-            for member in members
-            if member.up or member.without_weights
-        }
+        futures = {self._pool.submit(step, member.endpoint): member for member in members if member.works}
         succeeded, refusals = [], []
         for future, member in futures.items():
             try:
@@ -262,7 +249,7 @@ class ServedWeights:
                 member.up = member.without_weights = False
                 self._on_broken(member, e)
             except RolloutError as e:
-                if member.up or member.without_weights:
+                if member.works:
                     refusals.append(e)
         if refusals:
             raise refusals[0]
@@ -275,32 +262,7 @@ class ServedWeights:
         self._router.wake_all()
 
 
-class PublishedServers(Served):
-    """A run's servers as a publish sees them; `Fleet` adds sampling."""
-
-    version: int | None
-    weights: ServedWeights
-    publisher: Publisher
-
-    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
-        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`."""
-        self._deliver(self.publisher.whole(tensors, version), mode)
-
-    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
-        """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
-        self._deliver(self.publisher.adapter(save, version), mode)
-
-    def _deliver(self, delivery: Delivery, mode: str) -> None:
-        try:
-            self.weights.deliver(delivery, mode=mode)
-        except RolloutError:
-            self.publisher.refused()
-            raise
-        self.version = delivery.version
-
-
 async def _wait_until_idle(members: Sequence[Member]) -> None:
-    """Returns when no request is in flight at the members."""
     while any(member.in_flight for member in members):
         await asyncio.sleep(POLL_S)
 

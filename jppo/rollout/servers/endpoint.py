@@ -1,13 +1,12 @@
 """One running server, as the trainer speaks with it; every failure to get a JSON answer is one clear error."""
 
 import asyncio
-import contextlib
 import copy
 import email.utils
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jppo.errors import UserError
@@ -53,7 +52,6 @@ class Endpoint:
         self.set_address(url, key)
 
     def set_address(self, url: str, key: Key) -> None:
-        """Sets a new address and key."""
         self.url, self._key = url.rstrip("/"), key
         self._process_ids = {OPEN: ""}  # keys that the server has, and its process by that answer; shared with copies
 
@@ -64,7 +62,7 @@ class Endpoint:
 
     def requires_key(self) -> bool:
         """Whether requests without the key are refused."""
-        return run(self._request("GET", "/health", headers={})).status in (401, 403)
+        return run(self._request("GET", "/health", None, {}, timeout_s=self.timeout_s)).status in (401, 403)
 
     def begin_lease(self) -> None:
         """Begins a new lease, after the server has ended the last."""
@@ -77,14 +75,13 @@ class Endpoint:
             self.check("/health")
 
     def with_timeout(self, timeout_s: float) -> "Endpoint":
-        """Returns the same server with another timeout."""
         endpoint = copy.copy(self)
         endpoint.timeout_s = timeout_s
         return endpoint
 
     def get(self, route: str) -> Any:
         """Returns the route's JSON."""
-        return self._call("GET", route, as_json=True)
+        return self._parse(route, run(self._call("GET", route)))
 
     def get_field(self, route: str, field: str, kind: type[T]) -> T:
         """Returns a field of the route's JSON object; ServerFault unless it is of this kind."""
@@ -95,11 +92,11 @@ class Endpoint:
 
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
         """Posts `body` and returns the JSON answer."""
-        return self._call("POST", route, body, as_json=True)
+        return self._parse(route, run(self._call("POST", route, body)))
 
     def post_for_text(self, route: str, body: Mapping[str, Any]) -> None:
         """Like `post`, for a route that answers with text."""
-        self._call("POST", route, body)
+        run(self._call("POST", route, body))
 
     async def ask(self, route: str, body: Mapping[str, Any], *, max_bytes: int | None = None) -> Any:
         """Like `post`, concurrently and without a timeout: the caller tracks the server's progress.
@@ -108,36 +105,29 @@ class Endpoint:
         """
         await self._require_proof()
         headers = self._key.headers()
-        with self._as_faults(route):
-            reply = await send("POST", self.url + route, json.dumps(body).encode(), headers, limit=max_bytes)
+        reply = await self._request("POST", route, body, headers, timeout_s=None, limit=max_bytes)
         return self._parse(route, self._require_success(route, headers, reply))
 
     async def check_async(self, route: str) -> None:
         """Returns when the route answers with 200."""
-        await self._require_proof()
-        headers = self._key.headers()
-        self._require_success(route, headers, await self._request("GET", route, headers=headers))
+        await self._call("GET", route, tries=1)
 
     def check(self, route: str) -> None:
-        """Blocking version of `check_async`."""
-        self._call("GET", route)
+        """Blocking version of `check_async`, which repeats the request to a busy server."""
+        run(self._call("GET", route))
 
     def timeout_fault(self, route: str) -> ServerFault:
-        """Returns the fault of a late answer."""
         return self.fault(f"did not answer {route} within {self.timeout_s:g} s")
 
-    def _call(self, method: str, route: str, body: Mapping[str, Any] | None = None, *, as_json: bool = False) -> Any:
-        """Returns the content of the answer, or its JSON; a request that a busy server refuses is repeated."""
-        content = run(self._request_again(method, route, body))
-        return self._parse(route, content) if as_json else content
-
-    async def _request_again(self, method: str, route: str, body: Mapping[str, Any] | None) -> bytes:
+    async def _call(
+        self, method: str, route: str, body: Mapping[str, Any] | None = None, *, tries: int = TRIES
+    ) -> bytes:
         """Returns the content of the answer; a request that a busy server refuses is repeated."""
         await self._require_proof()
-        for attempt in range(TRIES):
+        for attempt in range(tries):
             headers = self._key.headers()
-            reply = await self._request(method, route, body, headers=headers)
-            if reply.status != BUSY or attempt == TRIES - 1:
+            reply = await self._request(method, route, body, headers, timeout_s=self.timeout_s)
+            if reply.status != BUSY or attempt == tries - 1:
                 break
             await asyncio.sleep(retry_pause_s(_retry_after_s(reply), attempt, self.timeout_s))
         return self._require_success(route, headers, reply)
@@ -145,24 +135,27 @@ class Endpoint:
     async def _require_proof(self) -> None:
         """ServerFault unless the server proves, once until it fails, that it has the token, before it is sent."""
         if self._key not in self._process_ids:
-            reply = await self._request("GET", "/health", headers=(challenge := guard.challenge()))
+            challenge = guard.challenge()
+            reply = await self._request("GET", "/health", None, challenge, timeout_s=self.timeout_s)
             if not self._key.is_proven(challenge, reply.headers):
                 raise self.fault(f"does not prove that it has this run's {TOKEN}, so it is not sent")
             self._process_ids[self._key] = reply.headers.get(PROCESS_HEADER, "")
 
     async def _request(
-        self, method: str, route: str, body: Mapping[str, Any] | None = None, *, headers: Mapping[str, str]
+        self,
+        method: str,
+        route: str,
+        body: Mapping[str, Any] | None,
+        headers: Mapping[str, str],
+        *,
+        timeout_s: float | None,
+        limit: int | None = None,
     ) -> Reply:
+        """Returns the reply, whatever its status; ServerFault if the connection fails."""
         content = b"" if body is None else json.dumps(body).encode()
-        with self._as_faults(route):
-            async with asyncio.timeout(self.timeout_s):
-                return await send(method, self.url + route, content, headers)
-
-    @contextlib.contextmanager
-    def _as_faults(self, route: str) -> Iterator[None]:
-        """Makes a ServerFault of any failure of a connection within the block."""
         try:
-            yield
+            async with asyncio.timeout(timeout_s):
+                return await send(method, self.url + route, content, headers, limit=limit)
         except TimeoutError as e:
             raise self.timeout_fault(route) from e
         except Broken as e:

@@ -10,9 +10,10 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import pathlib
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from jppo.rollout.protocol import (
     Done,
     Kept,
     RolloutError,
+    Served,
     Talk,
     cut_at,
     join_experts,
@@ -36,7 +38,7 @@ from jppo.rollout.protocol import (
 )
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.api import Completion, ServerApi
-from jppo.rollout.servers.delivery import PublishedServers, Publisher, ServedWeights, needs_token
+from jppo.rollout.servers.delivery import Delivery, Publisher, ServedWeights, needs_token
 from jppo.rollout.servers.endpoint import (
     TRIES,
     Busy,
@@ -55,7 +57,7 @@ T = TypeVar("T")
 THREADS = 32  # of calls to servers that come and go
 
 
-class Fleet(PublishedServers):
+class Fleet(Served):
     """The servers of a run, as the engine that it samples with."""
 
     def __init__(
@@ -65,7 +67,6 @@ class Fleet(PublishedServers):
         publisher: Publisher,
         limits: ServerLimits,
         *,
-        start_timeout_s: float,
         decode: Callable[[list[int]], str] = str,
         talk: Talk | None = None,
         joining: tuple[Lookup, Callable[[str, bool], Member]] | None = None,
@@ -78,10 +79,7 @@ class Fleet(PublishedServers):
         self.version: int | None = None
         self.repeated_requests = 0
         self._reported_counts = (0, 0)
-        self._api = api
-        self.publisher = publisher
-        self._limits = limits
-        self._decode = decode
+        self._api, self.publisher, self._limits, self._decode = api, publisher, limits, decode
         self._talk = talk or protocol.one_turn(decode)
         self._router = Router(members)
         threads = 2 * len(members) + 1 if joining is None else THREADS
@@ -89,23 +87,35 @@ class Fleet(PublishedServers):
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self._waiting)
         self.weights = ServedWeights(self._router, api, self._loop, on_broken=self._repair_broken, threads=threads)
-        self._repairs = Repairs(self._router, api, self.weights, limits, start_timeout_s=start_timeout_s)
+        self._repairs = Repairs(self._router, api, self.weights, limits, elastic=joining is not None)
         self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-fleet", daemon=True)
         self._thread.start()
         self._submit(self._repairs.watch())
         if joining is not None:
-            self._repairs.elastic = True
-            self._submit(Membership(*joining, self._router, self._repairs, start_timeout_s=start_timeout_s).watch())
+            self._submit(Membership(*joining, self._router, self._repairs, limits).watch())
 
     @property
     def members(self) -> Sequence[Member]:
-        """Returns the present servers."""
         return self._router.members
 
     @property
     def restarts(self) -> int:
         """Returns how many times a server was restarted or waited for."""
         return self._repairs.restarts
+
+    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
+        self._deliver(self.publisher.whole(tensors, version), mode)
+
+    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
+        self._deliver(self.publisher.adapter(save, version), mode)
+
+    def _deliver(self, delivery: Delivery, mode: str) -> None:
+        try:
+            self.weights.deliver(delivery, mode=mode)
+        except RolloutError:
+            self.publisher.refused()
+            raise
+        self.version = delivery.version
 
     def start(
         self,
@@ -129,7 +139,6 @@ class Fleet(PublishedServers):
         return self._submit(protocol.converse(ask, one_turn, probe_prompts, sampling, None)).result()
 
     def sleep(self) -> None:
-        """Frees the servers' memory until the next weights."""
         if self._limits.sleep_level:
             self.weights.sleep(self._limits.sleep_level)
 
@@ -277,20 +286,9 @@ class ServerEngine:
         publisher: Publisher,
         make_api: Callable[[Sequence[int]], ServerApi],
         limits: ServerLimits,
-        *,
-        start_timeout_s: float,
     ):
-        self.servers = servers
-        self._lookup: Lookup | None = None
-        self._urls: Sequence[str] = ()
-        if callable(urls):
-            self._lookup = urls
-        else:
-            self._urls = urls
-        self._publisher = publisher
-        self._make_api = make_api
+        self.servers, self._urls, self._publisher, self._make_api = servers, urls, publisher, make_api
         self._limits = limits
-        self._start_timeout_s = start_timeout_s
         self._fleet: Fleet | None = None
         for server in servers:
             server.start()
@@ -303,26 +301,17 @@ class ServerEngine:
             started.wait_ready()
         api, timeout_s = self._make_api(eos_token_ids), self._limits.request_timeout_s
         attach = functools.partial(self._attach, attached_key(), api)
-        joining = None if self._lookup is None else (self._lookup, attach)
-        members: list[Member] = []
-        if self.servers:
-            pairs = [(s, Endpoint(s.url, timeout_s=timeout_s, explain=s.excerpt, key=s.key)) for s in self.servers]
-            members = [self._member(server, endpoint, api) for server, endpoint in pairs]
-        elif joining:
+        joining, members = None, list[Member]()
+        if callable(self._urls):
+            joining = (self._urls, attach)
             members = self._wait_for_members(*joining)
         else:
             for url in self._urls:
                 _add_member(members, attach(url))
-        self._fleet = Fleet(
-            members,
-            api,
-            self._publisher,
-            self._limits,
-            start_timeout_s=self._start_timeout_s,
-            decode=decode,
-            talk=talk,
-            joining=joining,
-        )
+        for s in self.servers:
+            endpoint = Endpoint(s.url, timeout_s=timeout_s, explain=s.excerpt, key=s.key)
+            members.append(self._member(s, endpoint, api))
+        self._fleet = Fleet(members, api, self._publisher, self._limits, decode=decode, talk=talk, joining=joining)
         return self._fleet
 
     def _member(self, server: Server | None, endpoint: Endpoint, api: ServerApi) -> Member:
@@ -342,7 +331,7 @@ class ServerEngine:
 
     def _wait_for_members(self, lookup: Lookup, attach: Callable[[str], Member]) -> list[Member]:
         """Waits for the first servers of a look-up; others join later."""
-        deadline = time.monotonic() + self._start_timeout_s
+        deadline = time.monotonic() + self._limits.start_timeout_s
         while True:
             members, last_fault = list[Member](), "it names none"
             try:
@@ -356,7 +345,7 @@ class ServerEngine:
             if members:
                 return members
             if time.monotonic() > deadline:
-                limit = f"within rollout.start_timeout_s={self._start_timeout_s:g}"
+                limit = f"within rollout.start_timeout_s={self._limits.start_timeout_s:g}"
                 raise UserError(f"no server of rollout.urls answered {limit}; {last_fault}")
             time.sleep(LOOKUP_S)
 

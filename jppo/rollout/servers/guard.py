@@ -59,7 +59,6 @@ class Key:
         return not self.token or hmac.compare_digest(received_headers.get(PROOF_HEADER, "").encode(), expected.encode())
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment variables of the key's server."""
         return {TOKEN: self.token}
 
 
@@ -69,7 +68,6 @@ def new_key() -> Key:
 
 
 def challenge() -> dict[str, str]:
-    """Returns the header of a challenge."""
     return {CHALLENGE_HEADER: secrets.token_hex(16)}
 
 

@@ -101,6 +101,7 @@ def start_engine(c: Loop, run: pathlib.Path, hosts: Hosts = ALONE) -> ServerEngi
             max_restarts=r.max_restarts,
             sleep_level=r.sleep_level,
             connections=max_connections(c),
+            start_timeout_s=r.start_timeout_s,
         ),
         publish_dir=r.publish_dir,
     )

@@ -124,7 +124,6 @@ class Server:
         return None if process is None else process.pid
 
     def alive(self) -> bool:
-        """Whether the process runs."""
         process = self._process
         return process is not None and process.poll() is None
 
@@ -247,6 +246,7 @@ class ServerLimits:
     max_restarts: int
     sleep_level: int = 0
     connections: int = CONNECTIONS  # requests in flight at one server
+    start_timeout_s: float = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,6 +285,11 @@ class Member:
     last_answer_time: float = 0.0  # time of the last answer
     working_checks: dict[int, asyncio.Task[bool]] = dataclasses.field(default_factory=dict)  # late requests share them
 
+    @property
+    def works(self) -> bool:
+        """Whether it can get weights."""
+        return self.up or self.without_weights
+
     async def ask(
         self, route: str, body: Mapping[str, Any], is_sampling: Callable[[int], bool], *, max_bytes: int | None = None
     ) -> Any:
@@ -317,7 +322,6 @@ class Member:
         self.last_answer_time = asyncio.get_running_loop().time()
 
     def cancel_requests(self) -> None:
-        """Ends all requests in flight."""
         for request in self.requests:
             request.cancel()
 
@@ -387,7 +391,6 @@ class Router:
         self._wake(1)
 
     def wake_all(self) -> None:
-        """Lets every waiting request try again."""
         self._wake(len(self._waiting))
 
     def fail(self, error: Exception) -> None:

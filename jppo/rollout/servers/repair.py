@@ -28,23 +28,10 @@ POLL_S = 0.5
 class Repairs:
     """The repairs of a fleet; methods run on its event loop, with its thread pool as the loop's executor."""
 
-    def __init__(
-        self,
-        router: Router,
-        api: ServerApi,
-        weights: ServedWeights,
-        limits: ServerLimits,
-        *,
-        start_timeout_s: float,
-    ):
-        self.restarts = 0
-        self.closed = False
-        self.elastic = False  # a broken server leaves, and joins when its address is looked up again
-        self._router = router
-        self._api = api
-        self._weights = weights
-        self._limits = limits
-        self._start_timeout_s = start_timeout_s
+    def __init__(self, router: Router, api: ServerApi, weights: ServedWeights, limits: ServerLimits, *, elastic: bool):
+        """`elastic`: a broken server leaves, and joins when its address is looked up again."""
+        self.restarts, self.closed = 0, False
+        self._router, self._api, self._weights, self._limits, self._elastic = router, api, weights, limits, elastic
         self._tasks: set[asyncio.Task[None]] = set()
         self._probe_tasks: dict[Endpoint, asyncio.Task[None]] = {}
 
@@ -118,7 +105,7 @@ class Repairs:
             # A second failure, as after a lost reply in an update: this task must repair it.
             if not broken and not await asyncio.to_thread(self._is_broken, member) and member.up:
                 return
-            if self.elastic:
+            if self._elastic:
                 say(f"{fault}; it leaves")
                 await self.drop(member)
                 return
@@ -213,7 +200,7 @@ class Repairs:
 
     def _wait_for(self, member: Member) -> None:
         """Waits until an attached server answers again, and inspects it; RolloutError if it is late."""
-        deadline = time.monotonic() + self._start_timeout_s
+        deadline = time.monotonic() + self._limits.start_timeout_s
         member.endpoint.begin_lease()
         while not self.closed:
             try:
@@ -222,14 +209,13 @@ class Repairs:
                 return
             except RolloutError as e:
                 if time.monotonic() > deadline:
-                    fault = f"did not come back within rollout.start_timeout_s={self._start_timeout_s:g}"
+                    fault = f"did not come back within rollout.start_timeout_s={self._limits.start_timeout_s:g}"
                     raise RolloutError(f"the server at {member.endpoint.url} {fault}; {e}") from e
             time.sleep(POLL_S)
         raise RolloutError(f"the server at {member.endpoint.url} is not waited for: the run has ended")
 
 
 def say(line: str) -> None:
-    """Reports an event of the servers on stderr."""
     print(f"rollout: {line}", file=sys.stderr, flush=True)
 
 
@@ -246,15 +232,11 @@ class Membership:
         inspect: Callable[[str, bool], Member],
         router: Router,
         repairs: Repairs,
-        *,
-        start_timeout_s: float,
+        limits: ServerLimits,
     ):
         """`inspect` inspects the server at an address; a server of this run may be paused."""
-        self._lookup = lookup
-        self._inspect = inspect
-        self._router = router
-        self._repairs = repairs
-        self._start_timeout_s = start_timeout_s
+        self._lookup, self._inspect, self._router, self._repairs = lookup, inspect, router, repairs
+        self._start_timeout_s = limits.start_timeout_s
         # of servers that a publish that broke off may have paused
         self._known_urls = {member.endpoint.url for member in router.members}
         self._reported_faults: dict[str, str] = {}  # faults by address, each reported once
@@ -267,7 +249,7 @@ class Membership:
         while True:
             await asyncio.sleep(LOOKUP_S)
             await self.follow()
-            if any(member.up or member.without_weights for member in self._router.members):
+            if any(member.works for member in self._router.members):
                 last_up = time.monotonic()
             elif time.monotonic() - last_up > self._start_timeout_s:
                 why = "; ".join(self._reported_faults.values()) or "it names none"

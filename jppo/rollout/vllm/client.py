@@ -117,7 +117,6 @@ class Vllm:
         return ServerFacts(model, length, process)
 
     def paused(self, endpoint: Endpoint) -> bool:
-        """Whether requests would wait."""
         return endpoint.get_field("/is_paused", "is_paused", bool)
 
     def version(self, endpoint: Endpoint) -> int | None:
@@ -139,7 +138,6 @@ class Vllm:
         endpoint.post(f"/pause?mode={mode}")
 
     def resume(self, endpoint: Endpoint) -> None:
-        """Ends a pause."""
         endpoint.post("/resume")
 
     def sleep(self, endpoint: Endpoint, level: int) -> None:
@@ -233,7 +231,7 @@ def start_vllm(
             i, model=model, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder
         )
         servers.append(Server(program))
-    return ServerEngine(servers, urls, publisher, speak, limits, start_timeout_s=settings.start_timeout_s)
+    return ServerEngine(servers, urls, publisher, speak, limits)
 
 
 def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:

@@ -12,6 +12,7 @@ import importlib.util
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -126,29 +127,27 @@ class Communicator:
 @contextlib.contextmanager
 def run_alongside(work: Callable[[], None], *, timeout_s: float, give_up: Callable[[], None]) -> Any:
     """Runs `work` in a thread during the block; if either fails or `work` is late, gives up and raises."""
-    errors: list[BaseException] = []
+    done: Future[None] = Future()
 
     def run() -> None:
         try:
             work()
+            done.set_result(None)
         except BaseException as e:
-            errors.append(e)
+            done.set_exception(e)
 
     thread = threading.Thread(target=run, name="nccl", daemon=True)
     thread.start()
     try:
         yield
+        thread.join(timeout_s)
+        if not done.done():
+            raise RolloutError(f"rollout.publish_via='nccl': servers did not take part within {timeout_s:g} s")
+        done.result()
     except BaseException:  # a server that has failed takes no part: `work` would wait for it
         give_up()
         thread.join(timeout_s)
         raise
-    thread.join(timeout_s)
-    if thread.is_alive():
-        errors.append(RolloutError(f"rollout.publish_via='nccl': servers did not take part within {timeout_s:g} s"))
-    if errors:
-        give_up()
-        thread.join(timeout_s)
-        raise errors[0]
 
 
 WAIT_S = 10.0  # after the servers have answered, until the trainer's calls must have ended too
@@ -251,7 +250,6 @@ class Ipc:
         yield entries, {"handles": {uuid: handle for uuid, (_, _, handle) in self._buffers.items()}}
 
     def close(self) -> None:
-        """Frees the buffers; may be called twice."""
         for _, gpu in self._gpus:
             if (buffer := self._buffers.pop(gpu.uuid, None)) is not None:
                 with contextlib.suppress(transports.CudaError):  # the process frees it

@@ -152,7 +152,6 @@ _NO_IDS = np.empty(0, np.int32)
 
 
 def _most_kept(request: Any) -> int:
-    """Returns how many kept tokens a request takes."""
     return int((request.sampling_params.extra_args or {}).get("kept", 0))
 
 

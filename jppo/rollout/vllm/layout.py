@@ -140,12 +140,10 @@ def size_of(entries: Sequence[TensorEntry]) -> int:
 
 
 def pack_bytes(entries: Sequence[TensorEntry]) -> list[list[Any]]:
-    """Returns the entries as JSON."""
     return [list(dataclasses.astuple(entry)) for entry in entries]
 
 
 def unpack_entries(packed: Sequence[Sequence[Any]]) -> list[TensorEntry]:
-    """Restores packed entries."""
     return [TensorEntry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in packed]
 
 

@@ -17,15 +17,15 @@ import tempfile
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.servers.delivery import Delivery, Offers
+from jppo.rollout.servers.delivery import Delivery, Offers, Publisher
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.http_client import brief, quoted
 from jppo.rollout.servers.replies import reading
@@ -37,43 +37,34 @@ PIECE = 1 << 20  # bytes per read: checksummed and written while in the processo
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Whole(Delivery):
     """A whole policy in one of the two files."""
 
-    where: Mapping[str, Any]  # description and place of the file
-    version: int
-    model: None = None
-    whole: bool = True
-    exclusive: bool = False
+    entries: Sequence[layout.TensorEntry]
+    path: str  # of the file, as seen by other processes of this machine
 
     def offers(self) -> Offers:
         """Yields one step: the server compares the file with its model; its weights stay."""
-        yield lambda endpoint: require_ok(endpoint, self.version, "jppo_check", version=self.version, **self.where)
+        where = {"entries": layout.pack_bytes(self.entries), "path": self.path}
+        yield lambda endpoint: require_ok(endpoint, self.version, "jppo_check", version=self.version, **where)
 
     def take(self, endpoint: Endpoint) -> None:
-        """Loads the file on the server."""
-        require_ok(endpoint, self.version, "jppo_load", version=self.version, path=self.where["path"])
+        require_ok(endpoint, self.version, "jppo_load", version=self.version, path=self.path)
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
 
 
-@dataclasses.dataclass(frozen=True)
-class Adapter:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapter(Delivery):
     """Adapters for the previously delivered policy.
 
     Each version has its own path and name, so a name on a server never changes its meaning.
     """
 
+    model: str
     path: pathlib.Path
-    version: int
     before: str | None  # the adapters that these replace
     whole: bool = False
-    exclusive: bool = False
-
-    @property
-    def model(self) -> str:
-        """Returns the model name for requests."""
-        return self.path.name
 
     def offers(self) -> Offers:
         """Yields one step: the server loads the adapters; no request uses them yet."""
@@ -90,16 +81,11 @@ class Adapter:
         endpoint.post_for_text("/v1/load_lora_adapter", {"lora_name": self.model, "lora_path": str(self.path)})
 
 
-@dataclasses.dataclass(frozen=True)
-class Parcel:
-    """One published set of weights."""
+class Parcel(NamedTuple):
+    """The entries of one published set of weights, and the path of its file."""
 
     entries: list[layout.TensorEntry]
-    path: str  # of the file, as seen by other processes of this machine
-
-    def check_args(self) -> dict[str, Any]:
-        """Returns the arguments of `jppo_check` besides the version, as JSON."""
-        return {"entries": layout.pack_bytes(self.entries), "path": self.path}
+    path: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +237,7 @@ def _write_at(fd: int, data: memoryview, offset: int) -> int:
     return crc32
 
 
-class FilePublisher:
+class FilePublisher(Publisher):
     """Writes files for the servers."""
 
     def __init__(self, buffers: Buffers):
@@ -260,9 +246,9 @@ class FilePublisher:
         self._adapters: list[pathlib.Path] = []  # the last ones, for the last written model
 
     def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Delivery:
-        """Writes a whole policy."""
         self._remove_adapters(0)  # they belonged to another model
-        return Whole(self._buffers.write(tensors).check_args(), version)
+        entries, path = self._buffers.write(tensors)
+        return Whole(version=version, entries=entries, path=path)
 
     def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Adapter:
         """Writes adapters by `save`; removes those before the last."""
@@ -277,22 +263,16 @@ class FilePublisher:
         self._remove_adapters(1)
         last = self._adapters[-1].name if self._adapters else None
         self._adapters.append(path)
-        return Adapter(path, version, last)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns nothing: files are on this machine, or in a folder that servers share."""
-        return {}
+        return Adapter(version=version, model=path.name, path=path, before=last)
 
     def refused(self) -> None:
         """Abandons the last written file, which a server may still read."""
         self._buffers.renew()
 
     def close(self) -> None:
-        """Frees the files."""
         self._buffers.close()
 
     def _remove_adapters(self, keep: int) -> None:
-        """Removes all adapters but the last `keep`."""
         while len(self._adapters) > keep:
             shutil.rmtree(self._adapters.pop(0), ignore_errors=True)
 

@@ -13,13 +13,13 @@ with a library whose memory is the host's. Also imported in the server's interpr
 standard library and `layout.py`.
 """
 
+import asyncio
 import contextlib
 import ctypes
 import dataclasses
 import hmac
 import mmap
 import secrets
-import selectors
 import socket
 import struct
 import sys
@@ -82,9 +82,10 @@ class Sender:
         self._listening.setblocking(False)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._closed = threading.Event()
         self._offers: list[_Offer] = []
-        self._thread = threading.Thread(target=self._listen, name="weights", daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._listens = self._loop.create_task(self._listen())
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
     @contextlib.contextmanager
@@ -101,9 +102,8 @@ class Sender:
 
     def close(self) -> None:
         """Stops sending; may be called twice."""
-        self._closed.set()
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which closes it
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._listens.cancel)
         self._thread.join()
         with self._lock:
             for offer in list(self._offers):
@@ -115,53 +115,47 @@ class Sender:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _listen(self) -> None:
-        """Accepts connections and reads their tokens until the sender is closed."""
-        with self._listening, _PendingConnections() as pending:
-            pending.register(self._listening, selectors.EVENT_READ)
-            while not self._closed.is_set():
-                for key, _ in pending.select(AGAIN_S):
-                    if key.fileobj is self._listening:
-                        self._accept(pending)
-                    else:
-                        self._read_token(pending, key)
-                pending.drop()
+    def _run(self) -> None:
+        with contextlib.closing(self._loop), self._listening, contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._listens)
 
-    def _accept(self, pending: "_PendingConnections") -> None:
-        for _ in range(BACKLOG):
-            try:
-                connection, _ = self._listening.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # closed, or the process has no more files for a moment
-                self._closed.wait(AGAIN_S)
-                return
+    async def _listen(self) -> None:
+        """Accepts connections until it is cancelled; the oldest without a token make room for further ones."""
+        unknown: dict[asyncio.Task[None], None] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                try:
+                    connection, _ = await self._loop.sock_accept(self._listening)
+                except OSError:  # the process has no more files for a moment
+                    await asyncio.sleep(AGAIN_S)
+                    continue
+                task = group.create_task(self._greet(connection))
+                task.add_done_callback(lambda done: unknown.pop(done, None))
+                unknown[task] = None
+                if len(unknown) > UNKNOWN:
+                    oldest = next(iter(unknown))
+                    del unknown[oldest]
+                    oldest.cancel()
+                await asyncio.sleep(0)
+
+    async def _greet(self, connection: socket.socket) -> None:
+        """Reads a token; answers it in a thread, or rejects it."""
+        with contextlib.ExitStack() as closing, contextlib.suppress(OSError):
+            closing.enter_context(connection)
             if self._port:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._read_token(pending, pending.add(connection))
-
-    def _read_token(self, pending: "_PendingConnections", key: selectors.SelectorKey) -> None:
-        """Reads what has arrived of a token; once it is complete, answers in a thread, or rejects it."""
-        connection, token = key.data.connection, key.data.token
-        try:
-            piece = connection.recv(TOKEN_BYTES - len(token))
-        except BlockingIOError:
-            return
-        except OSError:
-            piece = b""
-        token += piece
-        if piece and len(token) < TOKEN_BYTES:
-            return
-        pending.unregister(connection)
-        with self._lock:
-            offers = [offer for offer in self._offers if hmac.compare_digest(bytes(token), offer.token.encode())]
-            if offers:
-                offers[0].connections.add(connection)
-        if offers:
-            threading.Thread(target=self._send, args=(connection, offers[0]), name="weights", daemon=True).start()
-            return
-        with connection, contextlib.suppress(OSError):
-            connection.send(NO)
+            token = b""
+            async with asyncio.timeout(HELLO_S):
+                while (left := TOKEN_BYTES - len(token)) and (piece := await self._loop.sock_recv(connection, left)):
+                    token += piece
+            with self._lock:
+                offer = next((o for o in self._offers if hmac.compare_digest(token, o.token.encode())), None)
+                if offer is None:
+                    connection.send(NO)
+                    return
+                offer.connections.add(connection)
+            closing.pop_all()
+            threading.Thread(target=self._send, args=(connection, offer), name="weights", daemon=True).start()
 
     def _send(self, connection: socket.socket, offer: _Offer) -> None:
         # the receiver reports any broken connection
@@ -175,37 +169,6 @@ class Sender:
             finally:
                 with self._lock:
                     offer.connections.discard(connection)
-
-
-@dataclasses.dataclass
-class _PendingConnection:
-    connection: socket.socket
-    token: bytearray
-    deadline: float
-
-
-class _PendingConnections(selectors.DefaultSelector):
-    """Connections that have not sent a token yet. No one waits for them, and the oldest make room for new ones."""
-
-    def add(self, connection: socket.socket) -> selectors.SelectorKey:
-        connection.setblocking(False)
-        pending = _PendingConnection(connection, bytearray(), time.monotonic() + HELLO_S)
-        return self.register(connection, selectors.EVENT_READ, pending)
-
-    def drop(self) -> None:
-        """Closes those that are late, and the oldest beyond the bound."""
-        keys = [key for key in self.get_map().values() if key.data is not None]  # in the order of their registration
-        for i, key in enumerate(keys):
-            if i >= len(keys) - UNKNOWN and key.data.deadline > time.monotonic():
-                break
-            self.unregister(key.fileobj)
-            key.data.connection.close()
-
-    def close(self) -> None:
-        for key in self.get_map().values():
-            if key.data is not None:
-                key.data.connection.close()
-        super().close()
 
 
 def receive(address: Address, entries: Sequence[TensorEntry], memory: mmap.mmap | None = None) -> mmap.mmap:
@@ -350,7 +313,6 @@ class CudaDevice:
         return address.value, bytes(handle).hex()
 
     def free(self, address: int) -> None:
-        """Frees memory of `allocate`."""
         self._call("cuMemFree_v2", address)
 
     @contextlib.contextmanager

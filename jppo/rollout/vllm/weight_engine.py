@@ -103,7 +103,6 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
             self._spare = []
 
     def shutdown(self) -> None:
-        """Drops an unfinished publish and leaves the communicator."""
         self.start_weight_update()
         self._leave()
 
@@ -203,7 +202,6 @@ class Receiver(worker.WeightLoader):
     weight_transfer_engine: StagedEngine
 
     def jppo_info(self) -> dict[str, Any]:
-        """Returns also that buckets are understood."""
         return {**super().jppo_info(), "buckets": True}
 
     def jppo_transfer(self, *, abandon: bool = False) -> dict[str, Any]:

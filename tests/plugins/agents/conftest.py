@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from examples import multiplication
-from jppo.data.tokenizer import decode, load_tokenizer, make_renderer
+from jppo.data.tokenizer import Renderer, decode, load_tokenizer
 from jppo.plugins.agents import turn_tokens
 from jppo.plugins.agents.built_in_tools import Calculator
 from jppo.plugins.agents.calls import PARSERS
@@ -57,7 +57,7 @@ class Hall:
         messages = said if self.format == "plain" else [{"role": "user", "content": said}]
         ids = self.encode(said)
         if self.format != "plain":
-            ids = self.encode(make_renderer(self.tokenizer, [t.schema for t in self.tools])(messages, None))
+            ids = self.encode(Renderer(self.tokenizer, [t.schema for t in self.tools])(messages, None))
         return Prompt("p:1", "exact", messages, np.array(ids, np.int32), "408", extra)
 
     def talk(self):

@@ -19,7 +19,7 @@ import numpy as np
 from examples import arithmetic, multiplication
 from jppo import settings, sft, train
 from jppo.data.rows import write_jsonl
-from jppo.data.tokenizer import load_tokenizer, make_renderer
+from jppo.data.tokenizer import Renderer, load_tokenizer
 from jppo.learner import ppo
 from jppo.plugins.agents.built_in_tools import Calculator
 from jppo.rollout.vllm.client import Vllm
@@ -62,7 +62,7 @@ def templated(folder: pathlib.Path, tokenizer: pathlib.Path) -> None:
     _write(folder, rows, rows, [], "", **shape, max_position_embeddings=512)
     few_merges(tokenizer, folder / "data/model")
     read = load_tokenizer(str(folder / "data/model"))
-    render, shown = make_renderer(read, [Calculator().schema]), []
+    render, shown = Renderer(read, [Calculator().schema]), []
     for _ in range(40):
         for row, (a, b) in zip(rows, pairs, strict=True):
             call = {"name": "calculator", "arguments": {"expression": f"{a}*{b}"}}

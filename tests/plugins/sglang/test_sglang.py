@@ -252,7 +252,7 @@ def test_a_directory_that_the_server_cannot_read_is_an_error_with_its_words(star
     path = pathlib.Path(sampler.publisher.whole(weights(2).items(), 2).path)
     (path / client.FILE).write_bytes(b"")
     with pytest.raises(RolloutError, match=r"answered /update_weights_from_disk with 400.*Failed to update weights"):
-        sampler.weights.deliver(client.Directory(path, 2))
+        sampler.weights.deliver(client.Directory(path=path, version=2))
 
 
 def test_a_server_is_attached_to_when_it_is_fit(start, monkeypatch):
