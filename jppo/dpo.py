@@ -21,18 +21,14 @@ from jppo.data.prompts import Messages
 from jppo.data.rows import Row
 from jppo.data.tokenizer import Renderer, encode_all
 from jppo.errors import UserError
-from jppo.learner import preference, sharding, update
-from jppo.learner.make import logprob_of_texts, make_adapters, plan_rows
-from jppo.learner.trainable import CompiledLoss, Trainable
-from jppo.models import hf
+from jppo.learner import preference
+from jppo.learner.make import logprob_of_texts
+from jppo.learner.trainable import Trainable
 from jppo.models.config import pad_vocab
 from jppo.models.lora import Weights
 from jppo.preflight.request import HERE, DryRun
-from jppo.run import pairs
+from jppo.run import pairs, supervised
 from jppo.run.command import run_training
-from jppo.run.loop import total_steps
-from jppo.run.out_of_memory import memory_explained
-from jppo.run.tokenizer import read_tokenizer
 from jppo.runlog.console import DPO_COLUMNS
 from jppo.settings import PreferenceTuning
 from jppo.types import Array, Params, Rows, Trajectory, given_text
@@ -40,10 +36,7 @@ from jppo.types import Array, Params, Rows, Trajectory, given_text
 
 def prepare(c: PreferenceTuning, request: DryRun = HERE) -> pairs.PairTask:
     """Reads the pairs and the model config, and makes the loss of DPO."""
-    _, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
-    if c.model.init == "pretrained" and request.machine is None:
-        hf.check_weights(c.model.path, cfg, head="lm")
-    tokenizer = read_tokenizer(c, cfg)
+    _, cfg, tokenizer = supervised.read_model(c, "lm", weights=request.machine is None)
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token to end responses with; set eos_token in its config")
     render = Renderer(tokenizer)
@@ -60,28 +53,21 @@ def prepare(c: PreferenceTuning, request: DryRun = HERE) -> pairs.PairTask:
     training, held_out = pairs.read_pair_sets(c, tokenizer, encode=encode, starts=starts)
     mesh = request.mesh(c)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
-    logprob, options = logprob_of_texts(c, cfg, mesh), sharding.compiler_options(mesh, c.model.compiler_options)
+    logprob = logprob_of_texts(c, cfg, mesh)
 
     def logprobs(policy: Weights, rows: Rows) -> Array:
         return logprob(policy, rows).logprob
 
-    steps, tokens_per_device = total_steps(c, len(training.pairs)), c.optim.max_tokens_per_device
+    loss, count = preference.make_pullback(logprobs), len(training.pairs)
     return pairs.PairTask(
         name="dpo",
         head="lm",
         pairs=training,
         held_out=held_out,
-        steps=steps,
-        mesh=mesh,
-        plan=plan_rows(
-            c, mesh, tokens_per_device=tokens_per_device, sequences=2 * c.data.train_batch_size, steps=steps, policy=cfg
-        ),
-        cfg=cfg,
         sequence=as_trajectory,
-        adapters=make_adapters(c),
         scores=preference.make_scores(logprobs, mesh=mesh),
         slope=preference.make_dpo_slope(c.dpo.loss_type, beta=c.dpo.beta),
-        loss=CompiledLoss(update.make_accumulate(preference.make_pullback(logprobs), mesh=mesh, options=options)),
+        **supervised.task_fields(c, mesh, cfg, loss, examples=count, sequences=2),
     )
 
 
@@ -114,8 +100,7 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
         tokens = [len(p.chosen) - p.starts[0] for p in batch] + [len(p.rejected) - p.starts[1] for p in batch]
         return initial[0](pair_set, indices), np.array(tokens, np.float32)
 
-    with memory_explained(c):
-        pairs.train_on_pairs(c, prepare, DPO_COLUMNS, loss_inputs, begin)
+    pairs.train_on_pairs(c, prepare, DPO_COLUMNS, loss_inputs, begin)
 
 
 def dry_run(c: PreferenceTuning, request: DryRun = HERE) -> str:

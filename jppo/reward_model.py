@@ -17,20 +17,16 @@ from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.data.preferences import Encode, PairSet
-from jppo.learner import preference, score, sharding, update
-from jppo.learner.make import make_adapters, make_decoder, plan_rows
-from jppo.learner.trainable import CompiledLoss
-from jppo.models import hf, hf_write
+from jppo.learner import preference, score
+from jppo.learner.make import make_decoder
+from jppo.models import hf_write
 from jppo.models.config import pad_vocab
 from jppo.plugins.reward_models.classifier import without_padding
 from jppo.plugins.reward_models.model import Texts
 from jppo.preflight.request import HERE, DryRun
 from jppo.rewards.parts import Sample
-from jppo.run import pairs
+from jppo.run import pairs, supervised
 from jppo.run.command import run_training
-from jppo.run.loop import total_steps
-from jppo.run.out_of_memory import memory_explained
-from jppo.run.tokenizer import read_tokenizer
 from jppo.runlog.console import REWARD_MODEL_COLUMNS
 from jppo.settings import PairTraining
 from jppo.types import Prompt, Trajectory, given_text
@@ -38,10 +34,7 @@ from jppo.types import Prompt, Trajectory, given_text
 
 def prepare(c: PairTraining, request: DryRun = HERE) -> pairs.PairTask:
     """Reads the pairs and the model config, and makes the loss of a reward model."""
-    config_dict, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
-    if c.model.init == "pretrained" and request.machine is None:
-        hf.check_weights(c.model.path, cfg, head="value")
-    tokenizer = read_tokenizer(c, cfg)
+    config_dict, cfg, tokenizer = supervised.read_model(c, "value", weights=request.machine is None)
     changes = hf_write.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
     training, held_out = pairs.read_pair_sets(
         c,
@@ -51,35 +44,22 @@ def prepare(c: PairTraining, request: DryRun = HERE) -> pairs.PairTask:
         margin_column=c.loss.margin_column,
     )
     mesh = request.mesh(c)
-    options = sharding.compiler_options(mesh, c.model.compiler_options)
     # Random, unlike a critic's: nothing subtracts the first scores, and equal ones would order no pair.
     std = (cfg.hidden_size + 1) ** -0.5
     cfg = dataclasses.replace(pad_vocab(cfg, mesh.shape["tensor"]), value_head_std=std)
     value = score.make_value(make_decoder(c, cfg, mesh))
-    steps = total_steps(c, len(training.pairs))
+    loss, count = preference.make_pullback(value), len(training.pairs)
     return pairs.PairTask(
         name="rm",
         head="value",
         pairs=training,
         held_out=held_out,
-        steps=steps,
-        mesh=mesh,
-        plan=plan_rows(
-            c,
-            mesh,
-            tokens_per_device=c.optim.max_tokens_per_device,
-            sequences=2 * c.data.train_batch_size,
-            steps=steps,
-            policy=cfg,
-            extra_tokens=1,  # added by `as_trajectory`
-        ),
-        cfg=cfg,
         changes=changes,  # of a sequence classifier
         sequence=as_trajectory,
-        adapters=make_adapters(c),
         scores=preference.make_scores(value, mesh=mesh),
         slope=preference.make_slope(center=c.loss.center_rewards_coefficient),
-        loss=CompiledLoss(update.make_accumulate(preference.make_pullback(value), mesh=mesh, options=options)),
+        # `as_trajectory` adds a token
+        **supervised.task_fields(c, mesh, cfg, loss, examples=count, sequences=2, extra=1),
     )
 
 
@@ -97,9 +77,7 @@ def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
 
 def train(config: PairTraining | ConfigDict) -> None:
     """Trains a reward model on all pairs, or resumes, tests on held-out pairs, and writes the model."""
-    c = settings.typed(config, PairTraining)
-    with memory_explained(c):
-        pairs.train_on_pairs(c, prepare, REWARD_MODEL_COLUMNS, loss_inputs)
+    pairs.train_on_pairs(settings.typed(config, PairTraining), prepare, REWARD_MODEL_COLUMNS, loss_inputs)
 
 
 def loss_inputs(_: pairs.PairTask, pair_set: PairSet, indices: Sequence[int]) -> tuple[np.ndarray]:

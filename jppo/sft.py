@@ -7,7 +7,7 @@ sizes and memory, and stops. --dry_run --machine=8xH100 does so for a described 
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -16,45 +16,40 @@ from jppo import settings
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.errors import escaped
 from jppo.learner import batch, packing, sharding, update
-from jppo.learner.make import logprob_of_texts, make_adapters, plan_rows
-from jppo.learner.trainable import CompiledLoss, Trainable
-from jppo.models import hf
+from jppo.learner.make import logprob_of_texts
+from jppo.learner.trainable import Trainable
 from jppo.models.config import pad_vocab
 from jppo.preflight.request import HERE, DryRun
 from jppo.run import supervised
 from jppo.run.command import run_training
-from jppo.run.loop import total_steps
 from jppo.run.out_of_memory import memory_explained
 from jppo.run.resume import checksum_of, require_resumable
-from jppo.run.tokenizer import read_tokenizer
 from jppo.runlog.console import SFT_COLUMNS
 from jppo.runlog.make import require_loggers
 from jppo.settings import FineTuning
-from jppo.types import Params, Trajectory, given_text
-
-if TYPE_CHECKING:
-    from jppo.preflight.programs import Estimate
+from jppo.types import Params, Rows, Trajectory, given_text
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DemonstrationTask(supervised.Task):
     """The inputs of a run, before it loads the model."""
 
     demonstrations: list[Demonstration]
     overlong: int  # excluded demonstrations
 
+    def pack(self, indices: Sequence[int]) -> list[Rows]:
+        """Packs the demonstrations with these indices."""
+        trajectories = [as_trajectory(self.demonstrations[i], str(i)) for i in indices]
+        return packing.pack(trajectories, range(len(trajectories)), self.plan)
+
 
 def prepare(c: FineTuning, request: DryRun = HERE) -> DemonstrationTask:
     """Reads the demonstrations and the model config, and makes the loss of fine-tuning."""
-    longest = c.data.longest_row
-    _, cfg = hf.read_config(c.model.path, longest=longest)
-    if c.model.init == "pretrained" and request.machine is None:
-        hf.check_weights(c.model.path, cfg, head="lm")
-    tokenizer = read_tokenizer(c, cfg)
+    _, cfg, tokenizer = supervised.read_model(c, "lm", weights=request.machine is None)
     training = read_demonstrations(
         c.data.train_files,
         tokenizer=tokenizer,
-        max_length=longest,
+        max_length=c.data.longest_row,
         system_prompt=c.data.system_prompt,
         custom_cls=c.data.custom_cls,
         learn_turns=c.data.learn_turns,
@@ -62,21 +57,14 @@ def prepare(c: FineTuning, request: DryRun = HERE) -> DemonstrationTask:
         prompt_role=c.data.prompt_role,
     )
     mesh = request.mesh(c)
-    options = sharding.compiler_options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
-    logprob = logprob_of_texts(c, cfg, mesh)
-    steps, tokens_per_device = total_steps(c, len(training.demonstrations)), c.optim.max_tokens_per_device
+    loss, count = update.make_imitation_loss(logprob_of_texts(c, cfg, mesh)), len(training.demonstrations)
     return DemonstrationTask(
+        name="sft",
+        head="lm",
         demonstrations=training.demonstrations,
         overlong=training.overlong,
-        steps=steps,
-        mesh=mesh,
-        plan=plan_rows(
-            c, mesh, tokens_per_device=tokens_per_device, sequences=c.data.train_batch_size, steps=steps, policy=cfg
-        ),
-        cfg=cfg,
-        adapters=make_adapters(c),
-        loss=CompiledLoss(update.make_accumulate(update.make_imitation_loss(logprob), mesh=mesh, options=options)),
+        **supervised.task_fields(c, mesh, cfg, loss, examples=count),
     )
 
 
@@ -89,14 +77,11 @@ def train(config: FineTuning | ConfigDict) -> None:
     demonstrations = task.demonstrations
 
     def draw_batch(trainable: Trainable, learned: Params, indices: np.ndarray) -> supervised.ExampleBatch:
-        trajectories = [as_trajectory(demonstrations[i], str(i)) for i in indices]
-        rows = packing.pack(trajectories, range(len(trajectories)), task.plan)
+        rows = task.pack([*indices])
         mini = batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh))
-        return supervised.ExampleBatch(mini, tokens=sum(len(t.tokens) for t in trajectories))
+        return supervised.ExampleBatch(mini, tokens=sum(map(_length, (demonstrations[i] for i in indices))))
 
     objective = supervised.ExampleObjective(
-        name="sft",
-        head="lm",
         examples=len(demonstrations),
         checksum=checksum_of(array for one in demonstrations for array in (one.prompt, one.response, one.learn)),
         columns=SFT_COLUMNS,
@@ -110,40 +95,21 @@ def train(config: FineTuning | ConfigDict) -> None:
 
 def dry_run(c: FineTuning, request: DryRun = HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
-    from jppo.preflight import preview
     from jppo.preflight.checks import dry_run_of_one_model
 
-    def describe_run(task: DemonstrationTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
-        lines = [
-            f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)",
-            f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} demonstrations, one optimizer step",
-            f"rows             {preview.describe_shapes(task.plan)}",
-            f"                 up to {micro_batches} micro-batches a step",
-            f"to compile       {len(task.plan.shapes) + 2} programs for {len(task.plan.shapes)} shape(s)",
-        ]
-        return lines, {"sft gradient": micro_batches, "sft step": 1}
+    def describe(task: DemonstrationTask) -> list[str]:
+        return [f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)"]
 
-    return dry_run_of_one_model(c, request, prepare, _estimate, describe_run, head="lm")
+    def pack_longest(task: DemonstrationTask) -> list[Rows]:
+        numbers = range(len(task.demonstrations))
+        longest = sorted(numbers, key=lambda i: _length(task.demonstrations[i]), reverse=True)
+        return task.pack(longest[: c.data.train_batch_size])
+
+    return dry_run_of_one_model(c, request, prepare, describe, pack_longest, noun="demonstrations")
 
 
-def _estimate(c: FineTuning, task: DemonstrationTask) -> tuple["Estimate", int]:
-    """Estimates a run's memory and counts the micro-batches of a step of its longest demonstrations."""
-    from jppo.learner.programs import Program, update_programs
-    from jppo.preflight import memory
-
-    plan, shapes = task.plan, memory.largest_shapes(task.plan)
-    how, state = memory.sketch_update(c, task.mesh, task.cfg, task.loss, name="sft", head="lm", adapters=task.adapters)
-    rows = [packing.empty_rows(shape) for shape in shapes]
-    programs = update_programs(how, state.policy, state.policy_opt, state, rows)
-
-    def count_flop(program: Program) -> int:
-        return memory.useful_flop(c, task.cfg, program.rows, task.adapters, head=True) if program.rows else 0
-
-    moments = memory.account_for(programs, shapes, count_flop, memory.sampled_share(c))
-    by_length = sorted((as_trajectory(example, "") for example in task.demonstrations), key=lambda t: -len(t.tokens))
-    longest = by_length[: c.data.train_batch_size]
-    packed = packing.pack(longest, range(len(longest)), plan)
-    return memory.estimate_one_model(c, how, state, moments, packed), len(packed)
+def _length(demonstration: Demonstration) -> int:
+    return len(demonstration.prompt) + len(demonstration.response)
 
 
 def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:

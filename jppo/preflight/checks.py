@@ -15,10 +15,9 @@ from jppo.errors import expanded
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.learner.ppo import StepLearner
-from jppo.models.params import Head
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview
 from jppo.preflight.finding import Check, Finding, examine
-from jppo.preflight.programs import Estimate, Executions, exchanges_of_step
+from jppo.preflight.programs import Estimate, Executions
 from jppo.preflight.request import DryRun
 from jppo.rollout.make import make_publish_settings, open_engine, published_dtype, share_gpu, with_servers
 from jppo.rollout.publish import publish_base, publish_policy
@@ -28,7 +27,7 @@ from jppo.run.make import list_run_programs, make_learner, run_programs
 from jppo.run.supervised import Task
 from jppo.settings import Settings, Supervised, Training
 from jppo.settings.rules_rollout import publish_via
-from jppo.types import TrainState
+from jppo.types import Rows, TrainState
 
 T = TypeVar("T", bound=Task)
 C = TypeVar("C", bound=Supervised)
@@ -83,30 +82,40 @@ def dry_run_of_one_model(
     c: C,
     request: DryRun,
     prepare: Callable[[C, DryRun], T],
-    estimate: Callable[[C, T], tuple[Estimate, int]],
-    describe: Callable[[T, int], tuple[list[str], dict[str, int]]],
+    describe: Callable[[T], list[str]],
+    pack_longest: Callable[[T], list[Rows]],
     *,
-    head: Head,
+    noun: str,
 ) -> str:
-    """Returns the report on fine-tuning or a reward model: preview and findings. Reads no weight.
+    """Returns the report on fine-tuning or a training on pairs: preview and findings. Reads no weight.
 
-    `describe` returns lines, and the executions of each program, from the task and its micro-batches a step.
+    `describe` counts the examples, of the plural `noun`; `pack_longest` packs a batch of the longest ones.
     """
     process.take_little()
     task = prepare(c, request)
-    estimated, micro_batches = estimate(c, task)
-    lines, times = describe(task, micro_batches)
+    packed, shapes = pack_longest(task), len(task.plan.shapes)
+    estimated = memory.estimate_one_model(c, task, packed)
+    twice, count = (", each read twice", 2 * shapes + 3) if task.scores is not None else ("", shapes + 2)
+    lines = [
+        *describe(task),
+        f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} {noun}, one optimizer step",
+        f"rows             {preview.describe_shapes(task.plan)}",
+        f"                 up to {len(packed)} micro-batches a step{twice}",
+        f"to compile       {count} programs for {shapes} shape(s)",
+    ]
 
     def estimate_other(changed: C) -> Estimate:
-        return estimate(changed, prepare(changed, request))[0]
+        other = prepare(changed, request)
+        return memory.estimate_one_model(changed, other, pack_longest(other))
 
-    executions = Executions(times | exchanges_of_step(estimated))
-    text = preview.report_estimate(c, request, task.mesh, lines, estimated, executions, estimate_other)
+    once = ("step", "exchange")
+    times = {moment.name: 1 if moment.stage in once else len(packed) for moment in estimated.moments}
+    text = preview.report_estimate(c, request, task.mesh, lines, estimated, Executions(times), estimate_other)
     if request.machine is not None:
         return text
 
     def disk() -> Iterator[Finding]:
-        stored = memory.stored_model(c, task.mesh, task.cfg, task.adapters, head, "optim")
+        stored = memory.stored_model(c, task.mesh, task.cfg, task.adapters, task.head, "optim")
         return room_on_disk(c, stored, memory.engine_bytes(task.cfg, c.model.param_dtype))
 
     return with_findings(text, [*machine.check_environment(None), *examine([*folder_checks(c), Check("disk", disk)])])

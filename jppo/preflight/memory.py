@@ -6,8 +6,7 @@ The peak is the largest of a few moments: a gradient, an optimizer step, or a sc
 """
 
 import math
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +15,7 @@ import jax.numpy as jnp
 from jppo.learner import cost, make, packing, sharding, state
 from jppo.learner.make import offloaded_parts, optimizer_of
 from jppo.learner.ppo import ModelConfigs
-from jppo.learner.programs import Program
-from jppo.learner.trainable import CompiledLoss, Trainable
+from jppo.learner.programs import Program, update_programs
 from jppo.models import hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
@@ -28,8 +26,9 @@ from jppo.rollout.inprocess import TURNS, InprocessSettings, empty_fill, make_em
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import greedy
 from jppo.run.make import list_run_programs, make_learner, shares_trunk
-from jppo.settings import Settings, Supervised, Training, optimizers
-from jppo.types import Rows, TrainState
+from jppo.run.supervised import Task
+from jppo.settings import PreferenceTuning, Settings, Supervised, Training, optimizers
+from jppo.types import Rows
 
 MANY_TOKENS = 1.1  # a row shape with this many times the tokens of the longest rows is compiled, too
 
@@ -121,31 +120,33 @@ def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: in
     return Estimate(parts, tuple(moments), host, server, len(programs))
 
 
-def sketch_update(
-    c: Supervised, mesh: Any, cfg: ModelConfig, loss: CompiledLoss, *, name: str, head: Head, adapters: Lora | None
-) -> tuple[Trainable, TrainState]:
-    """Returns the update and the state of a run that trains one model, as shapes without arrays."""
-    trained = make.sketch_trained(c, mesh, cfg, "", head=head, adapters=adapters)
-    trainable, opt = make.make_trainable(c.optim, name, loss, trained, 1, make.SHAPES)
-    policy, value = ((trained.learned, opt), (None, None))[:: 1 if head == "lm" else -1]
-    return trainable, state.begin_state(*policy, *value, seed=c.trainer.seed, put=placing.shapes)
+def estimate_one_model(c: Supervised, task: Task, packed: Sequence[Rows]) -> Estimate:
+    """Estimates a run that trains one model; `packed` is its largest batch."""
+    mesh, shapes = task.mesh, largest_shapes(task.plan)
+    trained = make.sketch_trained(c, mesh, task.cfg, "", head=task.head, adapters=task.adapters)
+    trainable, opt = make.make_trainable(c.optim, task.name, task.loss, trained, 1, make.SHAPES)
+    learned, now = trained.learned, task.begin(trained.learned, opt, seed=c.trainer.seed, put=placing.shapes)
+    rows, by_row = [packing.empty_rows(shape) for shape in shapes], sharding.rows_sharding(mesh)
+    if task.scores is None:
+        programs, masked = [*update_programs(trainable, learned, opt, now, rows)], sampled_share(c)
+    else:
+        scores = jax.ShapeDtypeStruct((2 * c.data.train_batch_size,), jnp.float32, sharding=sharding.replicated(mesh))
+        programs, masked = [*update_programs(trainable, learned, opt, now, rows, scores)], 1.0
+        for empty in rows:
+            args = learned, trainable.base, placing.shapes(empty, by_row), scores
+            programs.append(Program("scores", "scoring", task.scores, args, task.name, empty.inputs.shape))
 
+    def count_flop(program: Program) -> int:
+        counter = cost.forward if program.stage == "scoring" else cost.update
+        return useful_flop(c, task.cfg, program.rows or (), task.adapters, task.head == "lm", counter)
 
-def estimate_one_model(
-    c: Supervised,
-    trainable: Trainable,
-    state: TrainState,
-    moments: Sequence[ProgramMemory],
-    packed: Sequence[Rows],
-    other_parts: Mapping[str, int] = types.MappingProxyType({}),
-) -> Estimate:
-    """Estimates a run that trains one model; `packed` is its largest batch, `other_parts` are further bytes."""
-    parts = {"model": size((state.policy, state.value, trainable.base)), **other_parts}
-    host = {"optimizer": size((state.policy_opt, state.value_opt))}
+    moments = account_for(programs, shapes, count_flop, masked)
+    parts, host = {"model": size((learned, trainable.base))}, {"optimizer": size(opt)}
+    if isinstance(c, PreferenceTuning) and c.dpo.reference == "mesh":
+        parts["initial policy"] = size(learned)
     if not c.optim.optimizer_offload:
         parts, host = parts | {"its optimizer": host["optimizer"]}, {}
-    row_sharding = sharding.rows_sharding(placing.mesh_of((state.policy, state.value)))
-    batch = 2 * max(size(placing.shapes(rows, row_sharding)) for rows in packed)
+    batch = 2 * max(size(placing.shapes(micro, by_row)) for micro in packed)
     return Estimate(parts | {"batch": batch}, tuple(moments), host)
 
 

@@ -207,11 +207,6 @@ class Work:
         return Executions(times, entries, self.sampled, self.servers)
 
 
-def exchanges_of_step(estimate: Estimate) -> dict[str, int]:
-    """Returns 1 for each program that exchanges gradients between groups of devices, as an optimizer step runs it."""
-    return {moment.name: 1 for moment in estimate.moments if moment.stage == "exchange"}
-
-
 @dataclasses.dataclass(frozen=True)
 class Outlook:
     """The forecast of each program on a machine, and of a step."""

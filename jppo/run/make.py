@@ -34,13 +34,7 @@ from jppo.models import hf, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
-from jppo.settings import (
-    Loop,
-    Settings,
-    importance_band,
-    parts,
-    rejection_rules,
-)
+from jppo.settings import Loop, Settings, importance_band, parts, rejection_rules
 from jppo.types import Array, Params, TrainState
 
 Configs = tuple[ModelConfig, ModelConfig | None, ModelConfig | None]  # of policy, critic and reference
@@ -95,7 +89,7 @@ def critic_init(c: Loop) -> str:
 
 def wants_critic(c: Settings) -> bool:
     """Whether the estimator reads values."""
-    return parts.estimator(c).critic
+    return bool(parts.estimator(c).critic)
 
 
 def wants_reference(c: Settings) -> bool:
@@ -105,18 +99,13 @@ def wants_reference(c: Settings) -> bool:
 
 def make_algorithm(c: Settings) -> Algorithm:
     """Makes the algorithm of the settings: the extension, estimator and losses, and terms that other settings add."""
-    algorithm = parts.algorithm(c)
-    assert isinstance(algorithm, Algorithm)
-    algorithm = dataclasses.replace(algorithm, terms=(*algorithm.terms, *catalogue.regularisers(c.actor)))
-    algorithm = algorithm.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
+    algorithm = _with_terms_of_settings(c, parts.algorithm(c))
     parts.run_on_shapes(algorithm, "metrics", parts.loss_setting(c))  # raises where terms of the two share one
     return algorithm
 
 
-def make_loss(c: Loop) -> Algorithm:
-    """Makes the losses of policy and critic that `actor` and `critic` set, without an estimate of advantages."""
-    algorithm = parts.policy_loss(c)
-    assert isinstance(algorithm, Algorithm)
+def _with_terms_of_settings(c: Loop, algorithm: Algorithm) -> Algorithm:
+    """Adds the regularisers of `actor` to the policy's loss, and the loss of `critic` if the algorithm has none."""
     algorithm = dataclasses.replace(algorithm, terms=(*algorithm.terms, *catalogue.regularisers(c.actor)))
     return algorithm.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
 
@@ -170,7 +159,7 @@ def make_recipe(c: Settings) -> ppo.Recipe:
 
 def make_loop_recipe(c: Loop) -> ppo.Recipe:
     """Makes the losses of a user's loop, and passes of log-probs, of the reference by token as for a KL in a reward."""
-    return _make_recipe(c, make_loss(c), kl_penalty="kl")
+    return _make_recipe(c, _with_terms_of_settings(c, parts.policy_loss(c)), kl_penalty="kl")
 
 
 def _make_recipe(c: Loop, algorithm: Algorithm, kl_penalty: str | None = None) -> ppo.Recipe:

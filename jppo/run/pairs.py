@@ -6,45 +6,37 @@ brings the scores, the loss of a batch's scores, and what the loss needs besides
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import jax
 import numpy as np
 
 from jppo.data.preferences import Pair, PairSet, read_pairs
 from jppo.errors import escaped
-from jppo.learner import batch, cost, packing, sharding
+from jppo.learner import batch, packing, sharding
 from jppo.learner.trainable import Trainable
 from jppo.models import placing
-from jppo.models.params import Head
 from jppo.preflight.request import DryRun
 from jppo.run import supervised
+from jppo.run.out_of_memory import memory_explained
 from jppo.run.resume import checksum_of, require_resumable
 from jppo.runlog.console import Columns
 from jppo.runlog.make import require_loggers
-from jppo.settings import Paired, PairTraining, PreferenceTuning
+from jppo.settings import Paired
 from jppo.types import Array, Params, Rows, Trajectory
-
-if TYPE_CHECKING:
-    from jppo.preflight.programs import Estimate
 
 C = TypeVar("C", bound=Paired)
 LossInputs = tuple[np.ndarray, ...]
-HEADS: dict[type[Paired], Head] = {PairTraining: "value", PreferenceTuning: "lm"}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PairTask(supervised.Task):
     """The inputs of a run, before it loads the model; `loss` is the second pass."""
 
-    name: str  # of its metrics: rm, dpo
-    head: Head
     pairs: PairSet
     held_out: PairSet
     sequence: Callable[[np.ndarray, int], Trajectory]  # (tokens, response's start); masks what is scored
     scores: Callable[..., Array]  # the first pass, compiled
     slope: Callable[..., Any]  # (scores [2N], *loss inputs) -> (loss, metrics), the loss's slope by each score
-    changes: dict[str, Any] | None = None  # to config.json
 
 
 def train_on_pairs(
@@ -86,8 +78,6 @@ def train_on_pairs(
         return {f"{task.name}/val_{name}": value / len(pairs) for name, value in sums.items()}
 
     objective = supervised.ExampleObjective(
-        name=task.name,
-        head=task.head,
         examples=len(task.pairs.pairs),
         checksum=checksum_of(
             array for pair in task.pairs.pairs for array in (pair.chosen, pair.rejected, margins([pair]))
@@ -98,9 +88,9 @@ def train_on_pairs(
         draw=draw_pairs,
         test=test_held_out,
         test_freq=c.trainer.test_freq,
-        changes=task.changes,
     )
-    metrics = supervised.train_on_examples(c, task, objective)
+    with memory_explained(c):
+        metrics = supervised.train_on_examples(c, task, objective)
     if (accuracy := metrics.get(f"{task.name}/val_accuracy")) is not None:
         print(f"held-out accuracy {accuracy:.4f} on {len(task.held_out.pairs)} pairs")
     print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
@@ -133,57 +123,16 @@ def pair_blocks(c: Paired, count: int) -> list[range]:
 
 def dry_run_of_pairs(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairTask]) -> str:
     """Returns the report of a dry run on pairs; reads no weights."""
-    from jppo.preflight import preview
     from jppo.preflight.checks import dry_run_of_one_model
 
-    def describe_run(task: PairTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
-        lines = [
-            f"pairs            {_describe_count(task.pairs)}",
-            f"held out         {_describe_count(task.held_out)}",
-            f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} pairs, one optimizer step",
-            f"rows             {preview.describe_shapes(task.plan)}",
-            f"                 up to {micro_batches} micro-batches a step, each read twice",
-            f"to compile       {2 * len(task.plan.shapes) + 3} programs for {len(task.plan.shapes)} shape(s)",
-        ]
-        return lines, {f"{task.name} gradient": micro_batches, f"{task.name} step": 1, "scores": micro_batches}
+    def describe(task: PairTask) -> list[str]:
+        return [f"pairs            {_describe_count(task.pairs)}", f"held out         {_describe_count(task.held_out)}"]
 
-    return dry_run_of_one_model(c, request, prepare, _estimate, describe_run, head=HEADS[type(c)])
+    def pack_longest(task: PairTask) -> list[Rows]:
+        longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))
+        return pack_pairs(task, longest[: c.data.train_batch_size])
 
-
-def _estimate(c: Paired, task: PairTask) -> tuple["Estimate", int]:
-    """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
-    from jppo.learner.programs import Program, update_programs
-    from jppo.preflight import memory, programs
-
-    plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
-    shapes, lm = memory.largest_shapes(plan), task.head == "lm"
-    trainable, now = memory.sketch_update(
-        c, mesh, task.cfg, task.loss, name=task.name, head=task.head, adapters=task.adapters
-    )
-    rows = [packing.empty_rows(shape) for shape in shapes]
-    scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
-    learned = now.policy if lm else now.value
-    listed = [*update_programs(trainable, learned, now.policy_opt if lm else now.value_opt, now, rows, scores)]
-    for empty in rows:
-        args = learned, trainable.base, placing.shapes(empty, sharding.rows_sharding(mesh)), scores
-        listed.append(Program("scores", "scoring", task.scores, args, task.name, empty.inputs.shape))
-
-    def useful_flop(program: Program) -> int:
-        flop_of = cost.forward if program.stage == "scoring" else cost.update
-        return (
-            memory.useful_flop(c, task.cfg, program.rows, task.adapters, head=lm, count=flop_of) if program.rows else 0
-        )
-
-    moments = memory.account_for(listed, shapes, useful_flop)
-    longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
-    packed = pack_pairs(task, longest)
-    copy = {"initial policy": programs.size(learned)} if _keeps_copy(c) else {}
-    return memory.estimate_one_model(c, trainable, now, moments, packed, other_parts=copy), len(packed)
-
-
-def _keeps_copy(c: Paired) -> bool:
-    """Whether a copy of the initial policy stays in memory."""
-    return isinstance(c, PreferenceTuning) and c.dpo.reference == "mesh"
+    return dry_run_of_one_model(c, request, prepare, describe, pack_longest, noun="pairs")
 
 
 def _describe_count(pairs: PairSet) -> str:

@@ -16,18 +16,19 @@ from jppo import settings
 from jppo.data.stream import Cursor, next_batch
 from jppo.distributed.hosts import ALONE
 from jppo.errors import expanded
-from jppo.learner import batch, make, packing
-from jppo.learner.make import Trained, load_trained, make_trainable
+from jppo.learner import batch, make, packing, sharding, update
+from jppo.learner.make import load_trained, make_adapters, make_trainable, plan_rows
 from jppo.learner.state import begin_state, remove_padding, scalar, spare_rows
 from jppo.learner.stats import join_stages
 from jppo.learner.trainable import CompiledLoss, Trainable
-from jppo.models import hf_write, placing
+from jppo.models import hf, hf_write, placing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.run import loop
-from jppo.run.loop import Diverged, Progress
-from jppo.run.resume import Begun, finished, resume_or_begin, run_identity
+from jppo.run.loop import Diverged, Progress, total_steps
+from jppo.run.resume import finished, resume_or_begin, run_identity
+from jppo.run.tokenizer import read_tokenizer
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints, NonFinite
 from jppo.runlog.checkpoint_arrays import nonfinite
@@ -38,19 +39,39 @@ from jppo.runlog.make import make_logger, open_display
 from jppo.runlog.timers import Profiler, Timers
 from jppo.runlog.watchdog import Watch
 from jppo.settings import Supervised
-from jppo.types import Params, TrainState
+from jppo.types import Array, Params, TrainState
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
     """The inputs and the mesh of a run, before it loads the model."""
 
+    name: str  # prefix of metrics and optimizer: sft, rm, dpo
+    head: Head
     steps: int
     mesh: Any
     plan: packing.Plan
     cfg: ModelConfig
     adapters: Lora | None
     loss: CompiledLoss
+    scores: Callable[..., Array] | None = None  # compiled; the pass before a gradient of pairs
+    changes: Mapping[str, Any] | None = None  # to the model's config.json
+
+    @property
+    def fields(self) -> tuple[str, str]:
+        """Returns the fields of the train state that have the model and its optimizer."""
+        return ("policy", "policy_opt") if self.head == "lm" else ("value", "value_opt")
+
+    def trained(self, state: TrainState) -> tuple[Params, Any]:
+        """Returns the trained parameters and the optimizer's state."""
+        params, opt = (getattr(state, field) for field in self.fields)
+        return params, opt
+
+    def begin(self, params: Params, opt: Any, *, seed: int, put: Callable[[Any, Any], Any] = placing.put) -> TrainState:
+        """Makes the state before the first step; `put` places its numbers."""
+        trained, none = (params, opt), (None, None)
+        policy, value = (trained, none) if self.head == "lm" else (none, trained)
+        return begin_state(*policy, *value, seed=seed, put=put)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +86,8 @@ class ExampleBatch:
 
 @dataclasses.dataclass(frozen=True)
 class ExampleObjective:
-    """The examples of a run, its loss and its validation."""
+    """The examples of a run and its validation."""
 
-    name: str  # prefix of metrics and optimizer: sft, rm
-    head: Head
     examples: int
     checksum: int  # of the examples in order: a resume rejects others
     columns: Columns
@@ -77,7 +96,6 @@ class ExampleObjective:
     begin: Callable[[Trainable, Params], None] | None = None  # sees the model before it is trained
     test: Callable[[Trainable, Params], dict[str, float]] | None = None
     test_freq: int = -1
-    changes: Mapping[str, Any] | None = None  # to the model's config.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +107,30 @@ class SupervisedRun(loop.Opened):
     objective: ExampleObjective
     trainable: Trainable
     origin: dict[str, Any]
+
+
+def read_model(c: Supervised, head: Head, *, weights: bool) -> tuple[dict[str, Any], ModelConfig, Any]:
+    """Reads config.json, as it is and as a model's config, and the tokenizer; checks the headers of the `weights`."""
+    config, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
+    if weights and c.model.init == "pretrained":
+        hf.check_weights(c.model.path, cfg, head=head)
+    return config, cfg, read_tokenizer(c, cfg)
+
+
+def task_fields(
+    c: Supervised, mesh: Any, cfg: ModelConfig, loss: update.Loss, *, examples: int, sequences: int = 1, extra: int = 0
+) -> dict[str, Any]:
+    """Returns the fields of a Task that follow from the settings; an example has so many `sequences`.
+
+    `extra` tokens are of a sequence beyond prompt and response.
+    """
+    steps, options = total_steps(c, examples), sharding.compiler_options(mesh, c.model.compiler_options)
+    plan = plan_rows(
+        c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=sequences * c.data.train_batch_size,
+        steps=steps, policy=cfg, extra_tokens=extra,
+    )  # fmt: skip
+    compiled = CompiledLoss(update.make_accumulate(loss, mesh=mesh, options=options))
+    return dict(mesh=mesh, cfg=cfg, steps=steps, plan=plan, adapters=make_adapters(c), loss=compiled)
 
 
 def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) -> dict[str, float]:
@@ -105,15 +147,17 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
             return _last_metrics(run)
         with timer("start"):
             timer.part("the model")
-            options = dict[str, Any](head=objective.head, key=jax.random.key(t.seed), adapters=task.adapters)
+            options = dict[str, Any](head=task.head, key=jax.random.key(t.seed), adapters=task.adapters)
             trained = load_trained(c, task.mesh, task.cfg, c.model.path, **options)
-            trainable, opt = make_trainable(c.optim, objective.name, task.loss, trained, task.steps)
-            origin = _make_origin(c, task, objective, trained)
+            trainable, opt = make_trainable(c.optim, task.name, task.loss, trained, task.steps)
+            frozen = {} if trained.base is None else {"model.path": trained.base.params}
+            origin = run_identity(c, task.mesh, data={"train": objective.checksum}, frozen=frozen)
             timer.part("the first pass")
             if objective.begin is not None:
                 objective.begin(trainable, trained.learned)
-            begun = resume_or_load(c, checkpoints, objective, trainable, trained.learned, opt, origin)
-            del trained, opt  # a resumed run must not hold two states
+            state, spare = task.begin(trained.learned, opt, seed=t.seed), spare_rows(**{task.fields[0]: trainable})
+            begun = resume_or_begin(c, checkpoints, spare, state, origin)
+            del trained, opt, state  # a resumed run must not hold two states
         display.leave_terminal()
         logger = make_logger(
             c, run, total_steps=task.steps, columns=objective.columns, resumed_step=begun.logged, doing=Doing(timer)
@@ -131,8 +175,8 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
             now = loop.learn(opened, _make_method(opened), begun.now)
         checkpoints.wait()  # `finished` compares when the two were written
         hf_write.save_model(
-            run / "hf", trainable.model(params_and_optimizer(objective, now.state)[0]), task.cfg, source=c.model.path,
-            dtype=c.model.param_dtype, head=objective.head, changes=objective.changes,
+            run / "hf", trainable.model(task.trained(now.state)[0]), task.cfg, source=c.model.path,
+            dtype=c.model.param_dtype, head=task.head, changes=task.changes,
         )  # fmt: skip
         return _last_metrics(run)
 
@@ -148,37 +192,9 @@ def _last_metrics(run: pathlib.Path) -> dict[str, float]:
     return lines[-1] if lines else {}
 
 
-def _make_origin(c: Supervised, task: Task, objective: ExampleObjective, trained: Trained) -> dict[str, Any]:
-    """Returns a run's identity for its checkpoints."""
-    frozen = {} if trained.base is None else {"model.path": trained.base.params}
-    return run_identity(c, task.mesh, data={"train": objective.checksum}, frozen=frozen)
-
-
-def resume_or_load(
-    c: Supervised,
-    checkpoints: Checkpoints,
-    objective: ExampleObjective,
-    trainable: Trainable,
-    params: Params,
-    opt: Any,
-    origin: dict[str, Any],
-) -> Begun:
-    """Resumes from a checkpoint, or begins with the loaded `params`: the policy of the train state, or its value."""
-    if objective.head == "lm":
-        state, spare = begin_state(params, opt, None, None, seed=c.trainer.seed), spare_rows(policy=trainable)
-    else:
-        state, spare = begin_state(None, None, params, opt, seed=c.trainer.seed), spare_rows(value=trainable)
-    return resume_or_begin(c, checkpoints, spare, state, origin)
-
-
-def params_and_optimizer(objective: ExampleObjective, state: TrainState) -> tuple[Params, Any]:
-    """Returns the trained parameters and the optimizer's state, from the fields of policy or value."""
-    return (state.policy, state.policy_opt) if objective.head == "lm" else (state.value, state.value_opt)
-
-
 def _make_method(run: SupervisedRun) -> loop.Method:
     """Returns the functions of the objective for the loop of every training, `loop.learn`."""
-    c, objective = run.c, run.objective
+    c, task, objective = run.c, run.task, run.objective
     last_batch: list[ExampleBatch] = []  # the last step's, for the check before a save
 
     def step_on_batch(now: Progress) -> Progress:
@@ -193,19 +209,17 @@ def _make_method(run: SupervisedRun) -> loop.Method:
             meta["pending"] = now.unlogged | run.timer.next_step()
         with run.timer("save"):
             for batch in last_batch:
-                require_finite(run.trainable, params_and_optimizer(objective, now.state)[0], batch)
+                require_finite(run.trainable, task.trained(now.state)[0], batch)
             run.logger.sync()
-            spare = spare_rows(**{"policy" if objective.head == "lm" else "value": run.trainable})
+            spare = spare_rows(**{task.fields[0]: run.trainable})
             run.checkpoints.save(now.step, remove_padding(now.state, spare), meta)
 
     def test_model(now: Progress) -> dict[str, float]:
-        if objective.test is None:
-            return {}
-        return objective.test(run.trainable, params_and_optimizer(objective, now.state)[0])
+        return {} if objective.test is None else objective.test(run.trainable, task.trained(now.state)[0])
 
     return loop.Method(
         step=step_on_batch,
-        finish=lambda now: _require_learned(objective.name, now, c),
+        finish=lambda now: _require_learned(task.name, now, c),
         test=test_model,
         test_freq=objective.test_freq,
         require_progress=lambda _: None,
@@ -216,7 +230,7 @@ def _make_method(run: SupervisedRun) -> loop.Method:
 
 def take_step(run: SupervisedRun, now: Progress) -> tuple[Progress, ExampleBatch]:
     """Takes one optimizer step on the next batch; one that is skipped leaves the run at its step."""
-    c, objective, trainable = run.c, run.objective, run.trainable
+    c, task, objective, trainable = run.c, run.task, run.objective, run.trainable
     indices, cursor = next_batch(
         Cursor(**now.place["cursor"]),
         n=objective.examples,
@@ -224,17 +238,16 @@ def take_step(run: SupervisedRun, now: Progress) -> tuple[Progress, ExampleBatch
         seed=c.trainer.seed,
         shuffle=c.data.shuffle,
     )
-    params, opt = params_and_optimizer(objective, now.state)
+    params, opt = task.trained(now.state)
     drawn = objective.draw(trainable, params, indices)
     number = np.asarray(now.step, np.int32)
     params, opt, update_metrics = trainable.learn(params, opt, number, [drawn.mini], *drawn.further, key=now.state.key)
-    bad = bool(update_metrics[f"{objective.name}/skipped"])
-    names = ("policy", "policy_opt") if objective.head == "lm" else ("value", "value_opt")
+    bad = bool(update_metrics[f"{task.name}/skipped"])
     state = dataclasses.replace(
         now.state,
         step=scalar(now.step + (not bad), now.state.step),
         bad_steps=scalar(int(bad), now.state.bad_steps),
-        **dict(zip(names, (params, opt), strict=True)),
+        **dict(zip(task.fields, (params, opt), strict=True)),
     )
     metrics = join_stages(drawn.metrics, update_metrics, {"perf/total_num_tokens": float(drawn.tokens)})
     return Progress(state, now.place if bad else {"cursor": dataclasses.asdict(cursor)}, metrics), drawn

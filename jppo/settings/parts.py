@@ -1,8 +1,8 @@
 """The registries of parts that settings name; a user-defined part is an entry like these (docs/extending.md)."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from jppo.errors import UserError
 from jppo.registry import Registry, at_line, explain
@@ -12,7 +12,8 @@ from jppo.settings.texts import check_factors
 if TYPE_CHECKING:
     from jppo.settings.table import Loop, Settings
 
-Part = Callable[..., object]
+Part = Callable[..., Any]
+Algorithm = Any  # a jppo.learner.algorithm.Algorithm, of a layer above
 
 ESTIMATORS = Registry[Part](
     "estimators", "jppo.learner.catalogue:ESTIMATORS", returns="jppo.learner.algorithm:Algorithm"
@@ -40,77 +41,6 @@ OWN = tuple(f"{group}/" for group in f"{_GROUPS} prompt_length given agent judge
 OF_TERMS = ("actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_loss", "critic/vf_clipfrac")
 
 
-class AlgorithmFields(Protocol):
-    """The fields of an algorithm that rules between settings read."""
-
-    @property
-    def compares(self) -> bool:
-        """Whether a prompt's samples are compared with each other."""
-
-    @property
-    def scored(self) -> bool:
-        """Whether it reads the score."""
-
-    @property
-    def critic(self) -> bool:
-        """Whether it reads values."""
-
-    @property
-    def by_turn(self) -> bool:
-        """Whether it discounts from turn to turn."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts of the reward that it reads in place of the score."""
-
-    @property
-    def old_logits(self) -> bool:
-        """Whether it reads statistics of the old policy's logits."""
-
-    @property
-    def given(self) -> Callable[..., Sequence[str]] | None:
-        """The function of a prompt that returns texts for places of its samples; None: all are sampled."""
-
-    @property
-    def advantage(self) -> Part | None:
-        """The function of tokens; None in an extension that leaves it out."""
-
-    @property
-    def prompts(self) -> Part | None:
-        """The function that chooses the prompts of a step, if any."""
-
-    @property
-    def terms(self) -> tuple[object, ...]:
-        """The terms of the policy's loss."""
-
-    @property
-    def more_terms(self) -> tuple[object, ...]:
-        """Returns the terms that are added to the loss of `actor.loss_mode`."""
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The names of the metrics of all terms."""
-
-    @property
-    def value_terms(self) -> tuple[object, ...]:
-        """The terms of the critic's loss; () takes the usual loss."""
-
-    @property
-    def loss_reads(self) -> tuple[str, ...]:
-        """The names of what the terms read."""
-
-    @property
-    def aggregation(self) -> str | None:
-        """The aggregation over tokens that the loss requires; None for any."""
-
-    @property
-    def ratio(self) -> bool:
-        """Whether the loss reads the old policy."""
-
-    def over(self, base: "AlgorithmFields") -> "AlgorithmFields":
-        """Returns the algorithm with the fields of `base` where its own have their defaults."""
-
-
 def options_of(spec: str) -> dict[str, Option]:
     """Returns the options of the extension `spec` by name."""
     return read_signature(EXTENSIONS.find(spec, EXTENSION), f"{EXTENSION}={spec!r}")
@@ -125,10 +55,10 @@ def options(config: "Loop") -> Options:
     return values
 
 
-def extension(config: "Loop") -> AlgorithmFields | None:
+def extension(config: "Loop") -> Algorithm | None:
     """Makes the user's algorithm; None if `algorithm.extension` is empty."""
     spec, _ = config.users_algorithm
-    return cast(AlgorithmFields, EXTENSIONS.make(spec, EXTENSION, **options(config))) if spec else None
+    return EXTENSIONS.make(spec, EXTENSION, **options(config)) if spec else None
 
 
 def estimate_setting(config: "Settings") -> str:
@@ -145,14 +75,14 @@ def host_setting(config: "Settings") -> str:
     return f"{EXTENSION}={a.extension!r}" if a.extension else f"algorithm.adv_estimator={a.adv_estimator!r}"
 
 
-def estimator(config: "Settings") -> AlgorithmFields:
+def estimator(config: "Settings") -> Algorithm:
     """Returns the algorithm that estimates advantages: of `algorithm.extension`, else of `algorithm.adv_estimator`."""
     a = config.algorithm
     own = a.adv_estimator in ESTIMATORS.own and not a.extension
     return (_make_own_estimator if own else _make_estimator)(config)
 
 
-def _make_estimator(c: "Settings") -> AlgorithmFields:
+def _make_estimator(c: "Settings") -> Algorithm:
     """Makes `estimator`'s result, and traces it once; raises UserError for an Algorithm that is no estimator."""
     a = c.algorithm
     check_factors(a.gdpo_reward_keys, a.gdpo_reward_weights, "algorithm.gdpo_reward_weights")
@@ -161,7 +91,7 @@ def _make_estimator(c: "Settings") -> AlgorithmFields:
             "algorithm.gdpo_reward_keys is empty, and algorithm.adv_estimator='gdpo' normalizes parts of the reward"
             " apart; name some, such as rule_score,format_score"
         )
-    algorithm = cast(AlgorithmFields, ESTIMATORS.make(a.adv_estimator, "algorithm.adv_estimator", c))
+    algorithm: Algorithm = ESTIMATORS.make(a.adv_estimator, "algorithm.adv_estimator", c)
     if algorithm.terms or algorithm.more_terms:
         raise UserError(
             f"algorithm.adv_estimator={a.adv_estimator!r}: its Algorithm has terms of a loss, which only"
@@ -179,13 +109,13 @@ def _make_estimator(c: "Settings") -> AlgorithmFields:
 _make_own_estimator = functools.lru_cache(maxsize=64)(_make_estimator)
 
 
-def policy_loss(config: "Loop") -> AlgorithmFields:
+def policy_loss(config: "Loop") -> Algorithm:
     """Returns the policy loss of a run: the terms of `algorithm.extension`, else those that `actor.loss_mode` names."""
     own = config.actor.loss_mode in POLICY_LOSSES.own and extension(config) is None
     return (_make_own_loss if own else _make_loss)(config)
 
 
-def _make_loss(c: "Loop") -> AlgorithmFields:
+def _make_loss(c: "Loop") -> Algorithm:
     """Makes `policy_loss`'s result, and traces it once; raises UserError for a metric of a reserved name."""
     users, loss = extension(c), _make_named_loss(c)
     loss = loss if users is None else users.over(loss)
@@ -199,9 +129,9 @@ def _make_loss(c: "Loop") -> AlgorithmFields:
     return loss
 
 
-def _make_named_loss(c: "Loop") -> AlgorithmFields:
+def _make_named_loss(c: "Loop") -> Algorithm:
     """Makes the loss that `actor.loss_mode` names; raises UserError for an Algorithm that is no loss."""
-    loss = cast(AlgorithmFields, POLICY_LOSSES.make(c.actor.loss_mode, "actor.loss_mode", c))
+    loss: Algorithm = POLICY_LOSSES.make(c.actor.loss_mode, "actor.loss_mode", c)
     if not loss.terms:
         raise UserError(f"actor.loss_mode={c.actor.loss_mode!r}: its Algorithm has no terms; give it some")
     if loss.advantage is not None:
@@ -223,7 +153,7 @@ def loss_setting(config: "Loop") -> str:
     return f"{EXTENSION}={config.users_algorithm[0]!r}"
 
 
-def algorithm(config: "Settings") -> AlgorithmFields:
+def algorithm(config: "Settings") -> Algorithm:
     """Returns the whole algorithm of the settings."""
     return estimator(config).over(_make_named_loss(config))
 

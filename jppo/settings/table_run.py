@@ -18,11 +18,12 @@ _AGENT, _FORMATS = "rollout.agent", ("hermes", "openai", "qwen3", "qwen3_coder",
 _JUDGE, _MODEL, _STEPS = "reward.judge.api_type", "reward.model.path", "reward.model.step_aggregation"
 
 
+# fmt: off
+
 @dataclasses.dataclass(frozen=True)
 class MultiTurn(Section):
     """Conversations of several turns."""
 
-    # fmt: off
     enable: bool = setting(False, "Conversations of several turns, with tools, a simulated user or an environment")
     max_assistant_turns: int = setting(-1, "Turns of the policy. -1: until the response is full", bounds="[1,", off=-1,
         only=_TURNS)
@@ -42,28 +43,24 @@ class MultiTurn(Section):
     environment: str = setting("", "User-defined environment, PATH.py:CLASS or MODULE:CLASS; its reward is the"
         " response's", only=_TURNS)
     allow_code: bool = setting(False, "Permission for tools that run what the model writes", only=_TOOLS)
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class ValKwargs(Section):
     """Sampling of tests."""
 
-    # fmt: off
     temperature: float = setting(0.0, "Temperature of a test. 0.0: greedy", bounds="[0,")
     top_p: float = setting(1.0, "Nucleus of a test. 1.0: all tokens", bounds="(0, 1]")
     top_k: int = setting(-1, "Likeliest tokens of a test that are kept. -1: all", bounds="[1,", off=-1)
     min_p: float = setting(0.0, "Least probability in a test, relative to the likeliest token. 0.0: none",
         bounds="[0, 1)")
     n: int = setting(1, "Responses to each prompt of a test", bounds="[1,")
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollout(Section):
     """Sampling, servers, publishing."""
 
-    # fmt: off
     name: str = setting("vllm", "Rollout engine. vllm and sglang are servers; inprocess samples on the trainer's"
         " devices", choices=ENGINES)
     python: str = setting("", "Python interpreter with vLLM or SGLang. '': the trainer's", only=_SERVERS)
@@ -157,7 +154,6 @@ class Rollout(Section):
         " limit", unit="nats", bounds="[0,")
     multi_turn: MultiTurn = dataclasses.field(default_factory=MultiTurn)
     val_kwargs: ValKwargs = dataclasses.field(default_factory=ValKwargs)
-    # fmt: on
 
     @property
     def least_servers(self) -> int:
@@ -185,7 +181,6 @@ class Rollout(Section):
 class Judge(Section):
     """A judge over HTTP."""
 
-    # fmt: off
     api_type: str = setting("", "Provider of the judge. '': no judge",
         choices=("", "openai", "dashscope", "gemini", "claude"))
     model: str = setting("", "Name of the judge at its provider", only=_JUDGE)
@@ -203,14 +198,12 @@ class Judge(Section):
     retries: int = setting(4, "Retries of a failed request", bounds="[0,", only=_JUDGE)
     timeout_s: float = setting(60.0, "Time limit of a request", unit="seconds", bounds="(0,", only=_JUDGE)
     cache_dir: str = setting("", "Folder that caches scores for later runs. '': no cache", only=_JUDGE)
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardModel(Section):
     """A reward model."""
 
-    # fmt: off
     path: str = setting("", "Sequence classifier with one label, or token classifier. '': no reward model")
     engine: str = setting("auto", "Engine of the reward model. auto: jax for the families that jppo has, else"
         " transformers", choices=("auto", "jax", "transformers", "vllm"), only=_MODEL)
@@ -231,24 +224,20 @@ class RewardModel(Section):
     step_delimiter: str = setting("\n\n", "Text between the steps of a response", only=_STEPS)
     step_token: str = setting("", "Text after each step in the model's input, where its score is read. '':"
         " step_delimiter", only=_STEPS)
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class GradedCode(Section):
     """The rule `code`."""
 
-    # fmt: off
     tests: str = setting("strict", "Process of asserts. strict: their own, and rows whose asserts need the program's"
         " are left out. native: the program's, which can cheat", choices=("strict", "native"))
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardSection(Section):
     """The reward of a response."""
 
-    # fmt: off
     grader: str = setting("", "Rule for all rows. '': each row's data_source names it", only="reward.function=")
     function: str = setting("", "User-defined reward, PATH.py:NAME, or PATH.py for its compute_score(data_source,"
         " solution_str, ground_truth, extra_info)")
@@ -269,7 +258,6 @@ class RewardSection(Section):
     code: GradedCode = dataclasses.field(default_factory=GradedCode)
     judge: Judge = dataclasses.field(default_factory=Judge)
     model: RewardModel = dataclasses.field(default_factory=RewardModel)
-    # fmt: on
 
     @property
     def sandbox_choice(self) -> tuple[str, str]:
@@ -281,20 +269,17 @@ class RewardSection(Section):
 class Run(Section):
     """What every learner needs to know of its run."""
 
-    # fmt: off
     run_dir: str = setting("", "Folder of the servers' logs. '': a temporary one")
     compile_cache: str = setting("~/.cache/jppo", "Folder of compiled XLA programs for later runs. '': no cache")
     seed: int = setting(1, "Seed of everything that is sampled", bounds="[0,4294967295]")
     total_training_steps: int = setting(-1, "Steps of the run, over all its starts. -1: by total_epochs", bounds="[1,",
         off=-1)
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun(Run):
     """The run settings of every training command."""
 
-    # fmt: off
     run_dir: str = setting("runs/run", "Folder of everything that the run writes", required=True)
     logger: str = setting("console,jsonl,tensorboard", "Sinks of metrics, separated by commas: console, jsonl,"
         " tensorboard, wandb, mlflow, swanlab, clearml, trackio", form=texts.loggers)
@@ -315,24 +300,20 @@ class TrainingRun(Run):
         " batch system", choices=(143, 75))
     stop_timeout_s: float = setting(120.0, "Time limit of the end of a run; then it is killed", unit="seconds",
         bounds="(0,")
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class TestedRun(TrainingRun):
     """The run settings of commands that also test."""
 
-    # fmt: off
     test_freq: int = setting(-1, "Interval of tests. -1: the first and the last only", unit="steps", bounds="[1,",
         off=-1)
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer(TestedRun):
     """The run: its folder, length, tests, checkpoints, hosts."""
 
-    # fmt: off
     traces: bool = setting(False, "OpenTelemetry spans of stages, samples and rewards, by OTLP as the variables OTEL_*"
         " say")
     critic_warmup: int = setting(0, "First steps in which only the critic learns", bounds="[0,")
@@ -356,4 +337,3 @@ class Trainer(TestedRun):
         unit="seconds", bounds="(0,")
     profile_steps: str = setting("", "Steps with a trace by JAX's profiler, as in '3', '3,5' or '2-4'. '': none",
         form=lambda text: texts.parse_steps(text, "trainer.profile_steps"))
-    # fmt: on

@@ -12,11 +12,12 @@ DTYPES = ("float32", "bfloat16")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum")
 
 
+# fmt: off
+
 @dataclasses.dataclass(frozen=True)
 class Trunk(Section):
     """Settings of all models of a run: the policy's directory, and the computation of passes."""
 
-    # fmt: off
     path: str = setting("", "HF directory or hub name of the policy", required=True)
     init: str = setting("pretrained", "Source of the weights of model.path. random: drawn; of the directory only"
         " config.json and the tokenizer are read", choices=("pretrained", "random"))
@@ -41,42 +42,36 @@ class Trunk(Section):
         " commas")
     base_quantization: str = setting("none", "Form of the frozen kernels under adapters (QLoRA), which products decode"
         " layer by layer: int8, or mxfp4 with 4 bits", choices=("none", "int8", "mxfp4"), only="model.lora_rank")
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Model(Trunk):
     """The policy."""
 
-    # fmt: off
     lora_adapter_path: str = setting("", "Folder of peft's with the initial adapters, of rank lora_rank and scale"
         " lora_alpha. '': new ones", only="model.lora_rank")
     lora_dropout: float = setting(0.0, "Probability that an update zeroes an element of an adapter's input, as in peft."
         " The critic's adapters have none", bounds="[0,1)", only="model.lora_rank")
     logprob_chunk_bytes: int = setting(-1, "Size of the logits of one chunk; log-probs are computed chunk by chunk, of"
         " the tokens that need them. -1: 64 MiB on CPUs, otherwise 512 MiB", unit="bytes", bounds="[1,", off=-1)
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Files(Section):
     """The training set, and the prompts of a step."""
 
-    # fmt: off
     train_files: str = setting("", "Training sets: parquet, jsonl, json, hub:NAME/SPLIT or tfds:NAME/SPLIT@DIR,"
         " separated by commas")
     custom_cls: str = setting("", "User-defined reader of train_files and val_files, PATH.py:CLASS or MODULE:CLASS,"
         " called as Class(entry, tokenizer=)")
     train_batch_size: int = setting(256, "Prompts per step", bounds="[1,")
     shuffle: bool = setting(True, "A new order of the prompts in every epoch. False: the order of the files")
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Sequences(Section):
     """Prompts with their responses: their lengths, and the rows that they are in."""
 
-    # fmt: off
     system_prompt: str = setting("", "System message for chats that have none. '': none is added")
     max_prompt_length: int = setting(1024, "Longest prompt", unit="tokens", bounds="[1,")
     max_response_length: int = setting(512, "Longest response; a response of this length is cut", unit="tokens",
@@ -89,7 +84,6 @@ class Sequences(Section):
         bounds="[1,256]", off=-1)
     max_tokens_per_row: int = setting(-1, "Longest row for segments and prefix. -1: derived from the longest prompt"
         " and response", unit="tokens", bounds="[1,", off=-1)
-    # fmt: on
 
     @property
     def longest_row(self) -> int:
@@ -101,10 +95,8 @@ class Sequences(Section):
 class Prompts(Sequences):
     """What is sampled from prompts, which a chat template may render."""
 
-    # fmt: off
     apply_chat_template_kwargs: str = setting("", "Arguments of the chat template, as in 'enable_thinking=False'",
         form=texts.template_arguments)
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,16 +108,13 @@ class TrainingData(Sequences, Files):
 class TestedData(TrainingData):
     """The data settings of commands that also test."""
 
-    # fmt: off
     val_files: str = setting("", "Test sets, in the same forms", required=True)
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Data(TestedData, Prompts):
     """Prompts, their lengths, rows."""
 
-    # fmt: off
     prompt_key: str = setting("prompt", "Column of the prompts", required=True)
     ground_truth_key: str = setting("ground_truth", "Column of the ground truth", required=True)
     reward_fn_key: str = setting("data_source", "Column that names each row's rule", required=True)
@@ -141,28 +130,24 @@ class Data(TestedData, Prompts):
     filter_overlong_prompts: bool = setting(True, "Removal of over-long prompts from the set")
     truncation: str = setting("error", "Treatment of over-long prompts that are not removed: an error, or the side"
         " that is cut", choices=("error", "left", "right", "middle"))
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Demonstrations(TrainingData):
     """The data of fine-tuning."""
 
-    # fmt: off
     prompt_key: str = setting("prompt", "Column of the prompts, or COLUMN.ENTRY of a dict", required=True)
     prompt_role: str = setting("", "Role of a text prompt, as in user, by which the chat template renders it. '': its"
         " tokens alone")
     response_key: str = setting("response", "Column of the responses, or COLUMN.ENTRY of a dict", required=True)
     messages_key: str = setting("messages", "Column of chats, or COLUMN.ENTRY of a dict", required=True)
     learn_turns: str = setting("last", "Assistant turns of `messages` that are learned", choices=("last", "all"))
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(Section):
     """Advantages, the KL in the reward, old log-probs."""
 
-    # fmt: off
     adv_estimator: str = setting("gae", "Advantage estimator. gae has a critic; those that compare the samples of a"
         " prompt need rollout.n above 1; distill reads no score, only the KL to the teacher ref.path",
         choices=ESTIMATORS)
@@ -209,14 +194,12 @@ class Algorithm(Section):
     rollout_rs: str = setting("", "Rejection rules of the correction, separated by commas, as in token_k1,seq_mean_k3."
         " With bypass they judge the current policy")
     rollout_rs_threshold: str = setting("", "Thresholds of the rejection rules: one for all, or one for each")
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer(Section):
     """An optimizer and its schedule."""
 
-    # fmt: off
     lr: float = setting(1e-06, "Learning rate", bounds="[0,")
     optimizer: str = setting("adamw", "Optimizer, an optax chain", choices=OPTIMIZERS)
     grad_clip: float = setting(1.0, "Largest global gradient norm; longer gradients are scaled down to it",
@@ -238,14 +221,12 @@ class Optimizer(Section):
     moments_dtype: str = setting("float32", "Dtype of the optimizer's moments; bfloat16 is rounded stochastically",
         choices=DTYPES)
     optimizer_offload: bool = setting(False, "Optimizer state in host memory between its steps")
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Actor(Optimizer):
     """The policy's loss and optimizer."""
 
-    # fmt: off
     ppo_mini_batch_size: int = setting(64, "Responses per optimizer step", bounds="[1,")
     ppo_epochs: int = setting(1, "Epochs over the batch of a step", bounds="[1,")
     shuffle: bool = setting(False, "New mini-batches in every epoch")
@@ -292,14 +273,12 @@ class Actor(Optimizer):
     max_tokens_per_device: int = setting(16384, "Size of a micro-batch: affects memory, not results. -1: what fits"
         " (PPO only)", unit="tokens", bounds="[1,", off=-1)
     param_offload: bool = setting(False, "Parameters in host memory while they are not used")
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Critic(Optimizer):
     """The critic, which `gae` alone has."""
 
-    # fmt: off
     path: str = setting("", "Initial model of the critic. '': the policy's")
     lora_rank: int | None = setting(None, "Rank of the critic's adapters. None: the policy's", bounds="[0,")
     lora_alpha: int | None = setting(None, "Scale of the critic's adapters. None: the policy's", bounds="(0,")
@@ -325,27 +304,23 @@ class Critic(Optimizer):
     cliprange_value: float = setting(0.5, "Clip range of a value around the old value; of normalized values in their"
         " own unit", bounds="[0,", only="critic.value_bins=0")
     param_offload: bool = setting(False, "Parameters in host memory while they are not used")
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Ref(Section):
     """The frozen reference of a KL."""
 
-    # fmt: off
     path: str = setting("policy", "Reference model or teacher: an HF directory; policy: the initial policy; '': no"
         " reference")
     url: str = setting("", "Address of a vLLM server that has the reference, in place of path; for a KL of sampled"
         " tokens. SOURCE=ADDRESS,...: one for each data source. '': it is on the mesh")
     param_offload: bool = setting(False, "Parameters in host memory while they are not used")
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh(Section):
     """How devices share the work."""
 
-    # fmt: off
     data: int = setting(-1, "Devices over which rows are sharded. -1, here or below: the remaining devices",
         bounds="[1,", off=-1)
     fsdp: int = setting(1, "Devices over which rows and the parameters' widths are sharded", bounds="[1,", off=-1)
@@ -353,39 +328,32 @@ class Mesh(Section):
     sequence: int = setting(1, "Devices over which the positions of a row are sharded", bounds="[1,", off=-1)
     expert: int = setting(1, "Devices over which experts are sharded; tokens are sent to them by all-to-all. Rows and"
         " other parameters' widths are sharded over it as over fsdp", bounds="[1,", off=-1)
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Optim(Optimizer):
     """The optimizer of fine-tuning, reward models and DPO."""
 
-    # fmt: off
     max_tokens_per_device: int = setting(16384, "Size of a micro-batch: affects memory, not results. -1: what fits"
         " (PPO only)", unit="tokens", bounds="[1,", off=-1)
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss(Section):
     """The pair loss of a reward model."""
 
-    # fmt: off
     margin: float = setting(0.0, "Margin by which the chosen response should score higher", bounds="[0,")
     margin_column: str = setting("", "Column with a margin for each pair. '': loss.margin for all")
     center_rewards_coefficient: float = setting(0.0, "Coefficient of (r_chosen + r_rejected)^2, which centers scores"
         " at 0", bounds="[0,")
-    # fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
 class Dpo(Section):
     """The pair loss of DPO."""
 
-    # fmt: off
     loss_type: str = setting("sigmoid", "Pair loss. sigmoid: DPO's; ipo: IPO's, of log-probs per token",
         choices=("sigmoid", "ipo"))
     beta: float = setting(0.1, "Strength of the pull to the reference: β of DPO, τ of IPO", bounds="(0,")
     reference: str = setting("cached", "Log-probs by the initial policy. cached: of all pairs, at each start; mesh: of"
         " each batch, by a second copy of what is trained", choices=("cached", "mesh"))
-    # fmt: on

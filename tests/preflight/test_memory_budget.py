@@ -15,8 +15,9 @@ from jppo import settings, train
 from jppo.errors import UserError
 from jppo.forecast import compilers, machines, schedule
 from jppo.forecast.account import Account
+from jppo.learner import packing
 from jppo.learner.make import make_mesh
-from jppo.preflight import checks, memory_budget, preview, programs
+from jppo.preflight import checks, memory, memory_budget, preview, programs
 from jppo.preflight.programs import Estimate, ProgramMemory, exchange_lines
 from jppo.preflight.request import DryRun, read_request
 from jppo.run.inputs import read_inputs
@@ -182,13 +183,15 @@ def test_fine_tuning_counts_the_exchange_of_gradients_between_groups(monkeypatch
         return ""
 
     monkeypatch.setattr(preview, "report_estimate", report)
+    monkeypatch.setattr(memory, "estimate_one_model", lambda c, task, packed: Estimate({}, moments))
+    plan = packing.Plan((8,), ((4,),), share_rows=False)
     checks.dry_run_of_one_model(
         typed(settings.sft_default()),
         DryRun(machines.parse_machine("4x8xH100")),
-        lambda c, request: SimpleNamespace(mesh=None),
-        lambda c, task: (Estimate({}, moments), 3),
-        lambda task, micro_batches: ([], {"sft gradient": micro_batches, "sft step": 1}),
-        head="lm",
+        lambda c, request: SimpleNamespace(mesh=None, plan=plan, steps=1, scores=None),
+        describe=lambda task: [],
+        pack_longest=lambda task: [None] * 3,
+        noun="demonstrations",
     )
     assert asked == [{"sft gradient": 3, "sft exchange": 1, "sft step": 1}]
 
