@@ -69,103 +69,128 @@ def _import_package(name: str) -> Any:
         raise UserError(f"trainer.logger has {name}, which is not installed; pip install 'jppo[{name}]'") from e
 
 
-class Wandb:
-    """A run in Weights & Biases; WANDB_MODE=offline needs neither account nor network.
+class _RemoteRun:
+    """A run at one of the services.
 
-    The run's id is in RUN/wandb.json, so a resume continues the same run. wandb's steps only increase: a repeated step
-    keeps its first values. Offline, each start has its own folder in RUN/wandb/, with the same id.
+    RUN/NAME.json has its id, so a resume continues the same run. A step that is sent again keeps its first values.
     """
 
-    @staticmethod
-    def require() -> None:
-        """UserError if wandb or its login is missing."""
+    name: str  # of the package, as in trainer.logger
+    title: str  # in errors
+    remedy: str  # of a start that fails
+
+    @classmethod
+    def require(cls) -> None:
+        """UserError if the package or its login is missing."""
+        _import_package(cls.name)
+
+    def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        """Starts the run, or continues the one of RUN/NAME.json; UserError if that fails."""
+        self._sent = SentSteps(run_dir, self.name, resumed=resumed)
+        folder = run_dir.resolve()
+        try:
+            self._sent.begin(self._start(folder, about, about.experiment or folder.name))
+        except Exception as e:  # most of the packages have no exception class
+            raise UserError(
+                f"{self.title} does not start: {' '.join(str(e).split())}; {self.remedy}, or remove {self.name} from"
+                " trainer.logger"
+            ) from e
+
+    def _start(self, folder: pathlib.Path, about: About, run_name: str) -> str:
+        """Starts or continues the run of the run folder; returns its id."""
+        raise NotImplementedError
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends the finite metrics of a step, unless it was sent before."""
+        if self._sent.new(step):
+            self._send(step, _finite_metrics(metrics))
+            self._sent.done(step)
+
+    def _send(self, step: int, metrics: dict[str, float]) -> None:
+        raise NotImplementedError
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Sends samples of a step, unless it was sent before."""
+        if rows and self._sent.new(step):
+            self._send_samples(step, [{name: cell(row.get(name)) for name in COLUMNS} for row in rows])
+
+    def _send_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        raise NotImplementedError
+
+
+class Wandb(_RemoteRun):
+    """A run in Weights & Biases; WANDB_MODE=offline needs neither account nor network.
+
+    Steps of wandb only increase. Offline, each start has its own folder in RUN/wandb/, with the same id.
+    """
+
+    name, title, remedy = "wandb", "wandb", "fix that, set WANDB_MODE=offline"
+
+    @classmethod
+    def require(cls) -> None:
         wandb = _import_package("wandb")
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             raise UserError("trainer.logger has wandb, which has no key; run `wandb login`, or set WANDB_MODE=offline")
 
-    def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
-        """Starts the run in Weights & Biases, or continues the one of RUN/wandb.json; UserError if that fails."""
+    def _start(self, folder: pathlib.Path, about: About, run_name: str) -> str:
         import wandb
 
-        self._sent = SentSteps(run_dir, "wandb", resumed=resumed)
-        try:
-            self._run: Any = wandb.init(
-                project=about.project,
-                name=about.experiment or run_dir.resolve().name,
-                id=self._sent.id or uuid.uuid4().hex[:12],
-                resume=None if self._sent.id is None or wandb.setup().settings.mode == "offline" else "allow",
-                dir=str(run_dir.resolve()),
-                config=dict(about.config),
-                reinit="create_new",
-                settings=wandb.Settings(console="off", silent=True, finish_timeout=GIVE_UP_S),
-            )
-        except (wandb.Error, OSError) as e:
-            raise UserError(
-                f"wandb does not start: {' '.join(str(e).split())}; fix that, set WANDB_MODE=offline, or remove"
-                " wandb from trainer.logger"
-            ) from e
-        self._sent.begin(self._run.id)
+        self._run: Any = wandb.init(
+            project=about.project,
+            name=run_name,
+            id=self._sent.id or uuid.uuid4().hex[:12],
+            resume=None if self._sent.id is None or wandb.setup().settings.mode == "offline" else "allow",
+            dir=str(folder),
+            config=dict(about.config),
+            reinit="create_new",
+            settings=wandb.Settings(console="off", silent=True, finish_timeout=GIVE_UP_S),
+        )
         self._table = wandb.Table
+        return str(self._run.id)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends a step, unless it was sent before."""
-        if self._sent.new(step):
-            self._run.log(_finite_metrics(metrics), step=step, commit=True)
-            self._sent.done(step)
+    def _send(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step, commit=True)
 
-    def generations(self, step: int, rows: Rows) -> None:
-        """Sends a table of samples, in the step of the next metrics."""
-        if rows and self._sent.new(step):
-            data = [[cell(row.get(name)) for name in COLUMNS] for row in rows]
-            self._run.log({"generations": self._table(columns=list(COLUMNS), data=data)}, step=step, commit=False)
+    def _send_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Sends a table, in the step of the next metrics."""
+        table = self._table(columns=list(COLUMNS), data=[list(sample.values()) for sample in samples])
+        self._run.log({"generations": table}, step=step, commit=False)
 
     def warn(self, alert: Alert) -> None:
-        self._run.summary[f"warnings/{alert.name}"] = f"step {alert.step}: {alert.found}; {alert.remedy}"
+        self._run.summary[f"warnings/{alert.name}"] = _describe(alert)
 
     def close(self, *, failed: bool) -> None:
         """Sends the rest, with a time limit."""
         self._run.finish(exit_code=int(failed))
 
 
-class MLflow:
-    """A run in MLflow: at the server of MLFLOW_TRACKING_URI, or else in the folder RUN/mlruns.
+class MLflow(_RemoteRun):
+    """A run in MLflow: at the server of MLFLOW_TRACKING_URI, or else in the folder RUN/mlruns."""
 
-    The run's id is in RUN/mlflow.json, so a resume continues the same run; a repeated step keeps its first values.
-    """
+    name, title, remedy = "mlflow", "MLflow", "fix MLFLOW_TRACKING_URI"
 
-    @staticmethod
-    def require() -> None:
-        _import_package("mlflow")
-
-    def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
-        """Starts the run in MLflow, or continues the one of RUN/mlflow.json; UserError if that fails."""
+    def _start(self, folder: pathlib.Path, about: About, run_name: str) -> str:
         from mlflow import MlflowClient
         from mlflow.entities import Metric
-        from mlflow.exceptions import MlflowException
 
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
         if not uri:
-            uri = (run_dir.resolve() / "mlruns").as_uri()
+            uri = (folder / "mlruns").as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder is enough for one run
-        self._sent, self._metric = SentSteps(run_dir, "mlflow", resumed=resumed), Metric
+        self.title = f"MLflow at {uri}"
+        self._metric = Metric
         self._waiting: collections.deque[list[Any]] = collections.deque()  # steps that the server has not taken yet
-        try:
-            self._client = MlflowClient(tracking_uri=uri)
-            if self._sent.id is None:
-                existing = self._client.get_experiment_by_name(about.project)
-                experiment = existing.experiment_id if existing else self._client.create_experiment(about.project)
-                run = self._client.create_run(experiment, run_name=about.experiment or run_dir.resolve().name)
-                self._sent.begin(run.info.run_id)
-                self._client.log_dict(self._id, dict(about.config), "config.json")
-            else:
-                self._client.update_run(self._id, status="RUNNING")
-        except (MlflowException, OSError) as e:
-            raise UserError(
-                f"MLflow at {uri} does not start: {' '.join(str(e).split())}; fix MLFLOW_TRACKING_URI, or remove"
-                " mlflow from trainer.logger"
-            ) from e
+        self._client = MlflowClient(tracking_uri=uri)
+        if self._sent.id is not None:
+            self._client.update_run(self._id, status="RUNNING")
+            return self._id
+        existing = self._client.get_experiment_by_name(about.project)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(about.project)
+        self._sent.begin(self._client.create_run(experiment, run_name=run_name).info.run_id)
+        self._client.log_dict(self._id, dict(about.config), "config.json")
+        return self._id
 
     @property
     def _id(self) -> str:
@@ -184,72 +209,53 @@ class MLflow:
                 self._client.log_batch(self._id, metrics=values[start : start + AT_ONCE])
             self._sent.done(self._waiting.popleft()[0].step)
 
-    def generations(self, step: int, rows: Rows) -> None:
-        """Sends a file of samples."""
-        if rows and self._sent.new(step):
-            cells = [{name: cell(row.get(name)) for name in COLUMNS} for row in rows]
-            self._client.log_dict(self._id, {"rows": cells}, f"generations/step_{step}.json")
+    def _send_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        self._client.log_dict(self._id, {"rows": samples}, f"generations/step_{step}.json")
 
     def warn(self, alert: Alert) -> None:
-        """Sets a tag of the run."""
-        text = f"step {alert.step}: {alert.found}; {alert.remedy}"
-        self._client.set_tag(self._id, f"warnings.{alert.name}", text)
+        self._client.set_tag(self._id, f"warnings.{alert.name}", _describe(alert))
 
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
 
 
-class Swanlab:
-    """A run in SwanLab; SWANLAB_MODE=offline needs neither account nor network, and writes to RUN/swanlog.
+class Swanlab(_RemoteRun):
+    """A run in SwanLab; SWANLAB_MODE=offline needs neither account nor network, and writes to RUN/swanlog."""
 
-    The run's id is in RUN/swanlab.json, so a resume continues the same run; a repeated step keeps its first values.
-    """
+    name, title, remedy = "swanlab", "SwanLab", "fix that, set SWANLAB_MODE=offline"
 
-    @staticmethod
-    def require() -> None:
-        """UserError if SwanLab or its key is missing."""
+    @classmethod
+    def require(cls) -> None:
         _import_package("swanlab")
         if os.environ.get("SWANLAB_MODE", "online") == "online" and not os.environ.get("SWANLAB_API_KEY"):
             raise UserError(
                 "trainer.logger has swanlab, which has no key; set SWANLAB_API_KEY, or SWANLAB_MODE=offline"
             )
 
-    def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
-        """Starts the run in SwanLab, or continues the one of RUN/swanlab.json; UserError if that fails."""
+    def _start(self, folder: pathlib.Path, about: About, run_name: str) -> str:
         import swanlab
 
-        mode, self._sent = os.environ.get("SWANLAB_MODE", "online"), SentSteps(run_dir, "swanlab", resumed=resumed)
-        run_id = self._sent.id or uuid.uuid4().hex[:21]
+        mode, run_id = os.environ.get("SWANLAB_MODE", "online"), self._sent.id or uuid.uuid4().hex[:21]
         resume_options: dict[str, Any] = {"id": run_id, "resume": "allow"} if mode == "online" else {}
-        try:
-            self._run: Any = swanlab.init(
-                project=about.project,
-                name=about.experiment or run_dir.resolve().name,
-                log_dir=str(run_dir.resolve() / "swanlog"),
-                mode=mode,
-                config=dict(about.config),
-                reinit=True,
-                **resume_options,
-            )
-        except Exception as e:  # swanlab has no exception class
-            raise UserError(
-                f"SwanLab does not start: {' '.join(str(e).split())}; fix that, set SWANLAB_MODE=offline, or remove"
-                " swanlab from trainer.logger"
-            ) from e
-        self._sent.begin(run_id)
+        self._run: Any = swanlab.init(
+            project=about.project,
+            name=run_name,
+            log_dir=str(folder / "swanlog"),
+            mode=mode,
+            config=dict(about.config),
+            reinit=True,
+            **resume_options,
+        )
         self._text = swanlab.Text
+        return run_id
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends a step, unless it was sent before."""
-        if self._sent.new(step):
-            self._run.log(_finite_metrics(metrics), step=step)
-            self._sent.done(step)
+    def _send(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
 
-    def generations(self, step: int, rows: Rows) -> None:
-        """Sends samples as texts, in the step of the next metrics."""
-        if rows and self._sent.new(step):
-            texts = [json.dumps({name: cell(row.get(name)) for name in COLUMNS}, ensure_ascii=False) for row in rows]
-            self._run.log({"generations": [self._text(text) for text in texts]}, step=step)
+    def _send_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Sends texts, in the step of the next metrics."""
+        texts = [self._text(json.dumps(sample, ensure_ascii=False)) for sample in samples]
+        self._run.log({"generations": texts}, step=step)
 
     def warn(self, alert: Alert) -> None:
         self._run.log({f"warnings/{alert.name}": self._text(f"{alert.found}; {alert.remedy}")}, step=alert.step)
@@ -258,118 +264,87 @@ class Swanlab:
         self._run.finish(**({"state": "crashed", "error": "the run ended early"} if failed else {}))
 
 
-class ClearML:
-    """A task in ClearML; CLEARML_OFFLINE_MODE=1 needs neither account nor network.
+class ClearML(_RemoteRun):
+    """A task in ClearML; CLEARML_OFFLINE_MODE=1 needs neither account nor network."""
 
-    The task's id is in RUN/clearml.json, so a resume continues the same task; a repeated step keeps its first values.
-    """
+    name, title, remedy = "clearml", "ClearML", "fix that, set CLEARML_OFFLINE_MODE=1"
 
-    @staticmethod
-    def require() -> None:
-        _import_package("clearml")
-
-    def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
-        """Starts the task in ClearML, or continues the one of RUN/clearml.json; UserError if that fails."""
+    def _start(self, folder: pathlib.Path, about: About, run_name: str) -> str:
         import clearml
 
-        self._sent = SentSteps(run_dir, "clearml", resumed=resumed)
-        try:
-            self._task: Any = clearml.Task.init(
-                project_name=about.project,
-                task_name=about.experiment or run_dir.resolve().name,
-                reuse_last_task_id=False,
-                continue_last_task=self._sent.id or False,
-                output_uri=False,
-                auto_connect_arg_parser=False,
-                auto_connect_frameworks=False,
-                auto_connect_streams=False,
-                auto_resource_monitoring=False,
-            )
-            self._task.set_initial_iteration(0)  # else the steps of a continued task follow its last one
-            self._task.connect_configuration(json.loads(json.dumps(dict(about.config), default=str)), name="config")
-        except Exception as e:  # clearml has no exception class
-            raise UserError(
-                f"ClearML does not start: {' '.join(str(e).split())}; fix that, set CLEARML_OFFLINE_MODE=1, or remove"
-                " clearml from trainer.logger"
-            ) from e
-        self._sent.begin(self._task.id)
+        self._task: Any = clearml.Task.init(
+            project_name=about.project,
+            task_name=run_name,
+            reuse_last_task_id=False,
+            continue_last_task=self._sent.id or False,
+            output_uri=False,
+            auto_connect_arg_parser=False,
+            auto_connect_frameworks=False,
+            auto_connect_streams=False,
+            auto_resource_monitoring=False,
+        )
+        self._task.set_initial_iteration(0)  # else the steps of a continued task follow its last one
+        self._task.connect_configuration(json.loads(json.dumps(dict(about.config), default=str)), name="config")
         self._log = self._task.get_logger()
+        return str(self._task.id)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends a step, unless it was sent before."""
-        if self._sent.new(step):
-            for name, value in _finite_metrics(metrics).items():
-                self._log.report_scalar(title=name, series=name, value=value, iteration=step)
-            self._sent.done(step)
+    def _send(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._log.report_scalar(title=name, series=name, value=value, iteration=step)
 
-    def generations(self, step: int, rows: Rows) -> None:
-        """Sends a table of samples."""
-        if rows and self._sent.new(step):
-            table = [list(COLUMNS), *([cell(row.get(name)) for name in COLUMNS] for row in rows)]
-            self._log.report_table("generations", "samples", iteration=step, table_plot=table)
+    def _send_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        table = [list(COLUMNS), *(list(sample.values()) for sample in samples)]
+        self._log.report_table("generations", "samples", iteration=step, table_plot=table)
 
     def warn(self, alert: Alert) -> None:
         self._log.report_text(f"warning: step {alert.step}: {alert.name}: {alert.found}; {alert.remedy}")
 
     def close(self, *, failed: bool) -> None:
-        """Sends the rest and ends the task."""
         if failed:
             self._task.flush(wait_for_uploads=True)
             self._task.mark_failed(status_reason="the run ended early")
         self._task.close()
 
 
-class Trackio:
+class Trackio(_RemoteRun):
     """A run in Trackio: in the folder TRACKIO_DIR, or at TRACKIO_SPACE_ID or TRACKIO_SERVER_URL.
 
-    RUN/trackio.json has the last step, and a resume continues the run of the same name; a repeated step keeps its first
-    values.
+    Its id is its name.
     """
 
-    @staticmethod
-    def require() -> None:
-        _import_package("trackio")
+    name, title, remedy = "trackio", "Trackio", "fix that"
 
-    def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
-        """Starts the run in Trackio, or continues the one of RUN/trackio.json; UserError if that fails."""
+    def _start(self, folder: pathlib.Path, about: About, run_name: str) -> str:
         import trackio
 
-        self._sent = SentSteps(run_dir, "trackio", resumed=resumed)
-        name = self._sent.id or about.experiment or run_dir.resolve().name
-        try:
-            self._run: Any = trackio.init(
-                project=about.project,
-                name=name,
-                config=dict(about.config),
-                resume="never" if self._sent.id is None else "allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
-        except Exception as e:  # trackio has no exception class
-            raise UserError(
-                f"Trackio does not start: {' '.join(str(e).split())}; fix that, or remove trackio from trainer.logger"
-            ) from e
-        self._sent.begin(self._run.name)
+        self._run: Any = trackio.init(
+            project=about.project,
+            name=self._sent.id or run_name,
+            config=dict(about.config),
+            resume="never" if self._sent.id is None else "allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
         self._table = trackio.Table
+        return str(self._run.name)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends a step, unless it was sent before."""
-        if self._sent.new(step):
-            self._run.log(_finite_metrics(metrics), step=step)
-            self._sent.done(step)
+    def _send(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
 
-    def generations(self, step: int, rows: Rows) -> None:
-        """Sends a table of samples."""
-        if rows and self._sent.new(step):
-            data = [[cell(row.get(name)) for name in COLUMNS] for row in rows]
-            self._run.log({"generations": self._table(columns=list(COLUMNS), data=data)}, step=step)
+    def _send_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        table = self._table(columns=list(COLUMNS), data=[list(sample.values()) for sample in samples])
+        self._run.log({"generations": table}, step=step)
 
     def warn(self, alert: Alert) -> None:
-        self._run.alert(title=alert.name, text=f"step {alert.step}: {alert.found}; {alert.remedy}")
+        self._run.alert(title=alert.name, text=_describe(alert))
 
     def close(self, *, failed: bool) -> None:
         self._run.finish()
+
+
+def _describe(alert: Alert) -> str:
+    return f"step {alert.step}: {alert.found}; {alert.remedy}"
 
 
 def _finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:

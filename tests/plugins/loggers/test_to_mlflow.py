@@ -86,7 +86,7 @@ def test_what_a_server_did_not_take_is_sent_when_it_does(tmp_path, client, monke
 
 def test_a_server_that_is_not_there_is_the_users_to_mend(tmp_path, client, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"MLflow at http://127\.0\.0\.1:9 does not begin"):
+    with pytest.raises(UserError, match=r"MLflow at http://127\.0\.0\.1:9 does not start"):
         logger(tmp_path / "run")
 
 
