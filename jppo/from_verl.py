@@ -18,7 +18,6 @@ unknown key is an error.
 
 import dataclasses
 import os
-import pathlib
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,7 +32,7 @@ from jppo.plugins.verl.overrides import MAINS, OVERRIDE, TUNING, Script, find_tr
 from jppo.plugins.verl.translate import PATHS, Translation, translate, translate_tuning
 from jppo.settings import table
 
-BASE, TUNING_BASE = "configs/gsm8k.py", "configs/quickstart_sft.py"
+BASE, TUNING_BASE = "jppo://gsm8k", "jppo://quickstart_sft"
 OWN = ("--config=", "--config.")  # arguments of jppo
 KINDS = {
     "same": "jppo's settings",
@@ -100,15 +99,14 @@ def translated_command(script: Script) -> tuple[str, Translation]:
 
 def command_arguments(translation: Translation, base: str, default: ConfigDict) -> list[str]:
     """Returns the arguments of jppo's command, checked: overrides, and settings that differ from defaults or base."""
-    file = pathlib.Path(__file__).resolve().parents[1] / base
-    base_of = table.by_name(settings.parse([f"--config={file}"], "", default.copy_and_resolve_references())[0])
+    base_of = table.by_name(settings.parse([f"--config={base}"], "", default.copy_and_resolve_references())[0])
     default_of = table.by_name(default)
     paths = {name: base_of[name] for name in PATHS if name in base_of}
     values, overridden = {**default_of, **paths, **translation.settings}, translation.overridden
     changed = {name for name in default_of if not values[name] == base_of[name] == default_of[name]}
     names = [name for name in default_of if name in overridden or (name in changed and name not in PATHS)]
     changes = [f"--config.{name}={values[name]}" for name in names]
-    config, _ = settings.parse([f"--config={file}", *changes], "", default)
+    config, _ = settings.parse([f"--config={base}", *changes], "", default)
     settings.check(config)
     _check_model(config)
     return changes

@@ -194,6 +194,20 @@ TOOLS = (
     "print(pathlib.Path(c.rollout.multi_turn.tool_config_path).read_text())"
 )
 
+OPENED = """
+import sys
+
+import jppo
+from jppo.examples import arithmetic
+
+sys.argv[1:] = ["--out", "data"]
+arithmetic.main()
+lengths = dict(max_prompt_length=8, max_response_length=4)
+with jppo.open("data/model", engine="inprocess", data=lengths, model=dict(init="random")) as m:
+    print(m.logprobs(m.batch(m.sample(["1+1="], n=2))).shape)
+"""
+VERL = ["-m", "jppo.from_verl", "verl.sh"]
+
 
 @pytest.mark.slow
 def test_the_quickstart_starts_from_an_empty_folder(unpacked, tmp_path):
@@ -244,10 +258,13 @@ def test_an_installed_package_of_a_user_adds_a_logger(unpacked, tmp_path):
         (["-m", "jppo"], 0, "jppo train"),
         (["-m", "jppo.examples.multiplication", "--help"], 0, "--out"),
         (["-m", "jppo.train", "--config=jppo://quickstart:here"], 2, "here/sft/hf"),
+        (VERL, 0, "--config=jppo://gsm8k \\\n    --config.actor.clip_ratio_high=0.2"),
+        (["-c", OPENED], 0, "(2, 4)"),
         (["-c", TOOLS], 0, (ROOT / "configs/agent_calculator.yaml").read_text().strip()),
     ],
 )
 def test_an_installed_jppo_finds_its_configs_anywhere(unpacked, tmp_path, words, code, said):
+    (tmp_path / "verl.sh").write_text("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo\n")
     env = os.environ | {"PYTHONPATH": str(unpacked)}
     command = [sys.executable, *words]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)

@@ -217,7 +217,7 @@ def _notes(values: dict[str, Any], get: Any) -> Iterable[str]:
     """Yields notes on keys that are missing, or that verl reads otherwise than their names say."""
     settings = {name.setting for key in values if (name := find_row(key))}
     if absent := [setting for setting in PATHS if setting not in settings]:
-        yield f"{', '.join(absent)}: not given; those of configs/gsm8k.py are taken"
+        yield f"{', '.join(absent)}: not given; those of jppo://gsm8k are taken"
     if get("algorithm.adv_estimator") == "gae" and "critic.model.path" not in values:
         yield "critic.model.path is not given; the critic begins as the policy, not as verl's own default"
     if "algorithm.kl_ctrl.kl_coef" in values and not get("algorithm.use_kl_in_reward"):
