@@ -8,11 +8,13 @@ import contextlib
 import ctypes
 import os
 import pathlib
+import select
 import shutil
 import signal
 import struct
 import sys
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 import jppo
@@ -35,7 +37,40 @@ def python_path() -> str:
 
 LENGTH = struct.Struct(">Q")  # the head of a message between two processes
 KILL_S = 5.0  # for killed processes to end
+_TICK_S = 0.05  # how often a process without an answer is looked at
+GUARDED = {signal.SIGCHLD, signal.SIGTERM}  # blocked while a guard waits for its child
+_PARENT_S = 0.5  # how soon a guard detects its parent's end
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+
+
+def send(fd: int, body: bytes) -> None:
+    """Writes a message to a pipe, behind its length."""
+    unsent = memoryview(LENGTH.pack(len(body)) + body)
+    while unsent:
+        unsent = unsent[os.write(fd, unsent) :]
+
+
+def receive(fd: int, timeout_s: float, is_alive: Callable[[], bool]) -> bytes:
+    """Reads a message from a pipe; TimeoutError without one, EOFError if the writer ends, by `is_alive` or the pipe."""
+    deadline = time.monotonic() + timeout_s
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+
+    def read(count: int) -> bytes:
+        received = bytearray()
+        while len(received) < count:
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise TimeoutError
+            if poll.poll(1000 * min(left_s, _TICK_S)):
+                piece = os.read(fd, min(count - len(received), 2**20))
+                if not piece:
+                    raise EOFError
+                received += piece
+            elif not is_alive() and not poll.poll(0):
+                raise EOFError
+        return bytes(received)
+
+    return read(*LENGTH.unpack(read(LENGTH.size)))
 
 
 def inherit_orphans() -> None:
@@ -53,6 +88,21 @@ def end_with_parent(parent: int, number: int) -> None:
 def hide() -> None:
     """Hides pipes, memory and environment of this process in /proc from other processes of the user."""
     _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def guard(child: int, parent: int | None = None) -> int:
+    """Waits for a child and returns its exit code, after SIGTERM or the end of `parent` that of a killed one.
+
+    The signals of `GUARDED` must be blocked. Other children, as inherited orphans, are reaped.
+    """
+    while parent in (None, os.getppid()):
+        arrived = signal.sigtimedwait(GUARDED, _PARENT_S)
+        if arrived is not None and arrived.si_signo == signal.SIGTERM:
+            break
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                return os.waitstatus_to_exitcode(ended[1])
+    return -signal.SIGKILL
 
 
 def kill_all() -> None:

@@ -144,8 +144,13 @@ def left_out(translation: Translation, notes: Sequence[str]) -> list[str]:
     return [*notes, *(f"{line.text}: {line.why}" for line in translation.lines if line.kind in ("missing", "unknown"))]
 
 
-def override_lines(translation: Translation) -> Iterator[str]:
-    """Yields the result of each override as text."""
+def account_of(translation: Translation) -> str:
+    """Formats the result of each override as comments of a shell."""
+    lines = [part for line in _override_lines(translation) for part in line.split("\n")]
+    return "\n".join(f"# {line}".rstrip() if line else "" for line in lines)
+
+
+def _override_lines(translation: Translation) -> Iterator[str]:
     for kind, title in KINDS.items():
         lines = [line for line in translation.lines if line.kind == kind]
         if lines:
@@ -157,14 +162,10 @@ def override_lines(translation: Translation) -> Iterator[str]:
         yield from (f"  {note}" for note in translation.notes)
 
 
-def comment_out(lines: Iterator[str]) -> str:
-    return "\n".join(f"# {part}".rstrip() if part else "" for line in lines for part in line.split("\n"))
-
-
 def output_of(script: Script) -> tuple[str, list[str]]:
     """Returns the command with the account of its arguments, and the lines of what is left out."""
     command, translation = translated_command(script)
-    return f"{command}\n{comment_out(override_lines(translation))}", left_out(translation, script.notes)
+    return f"{command}\n{account_of(translation)}", left_out(translation, script.notes)
 
 
 @settings.exit_on_user_error
@@ -179,7 +180,7 @@ def main(argv: list[str] | None = None) -> Any:
         return
     if any(word.startswith(OWN) for word in argv):
         changes, translation = on_top(argv)
-        output, missing = "\n".join([*changes, comment_out(override_lines(translation))]), left_out(translation, ())
+        output, missing = "\n".join([*changes, account_of(translation)]), left_out(translation, ())
     else:
         output, missing = output_of(read_arguments(argv))
     for line in missing:

@@ -12,11 +12,11 @@ errors, and suspicious scores are a warning. Exit code 1 if one fails. Settings 
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from jppo import process, settings
 from jppo.data.prompts import SOLUTIONS, make_prompt, prompt_of
-from jppo.data.rows import Source, read_sources
+from jppo.data.rows import read_sources
 from jppo.data.tokenizer import load_tokenizer
 from jppo.errors import UserError
 from jppo.learner import sharding
@@ -72,10 +72,10 @@ class SourceCheck:
         return f"{self.source}: {template.format(self.truth, self.wrong)} ({self.rows} rows)"
 
 
-def check_sources(reward_sum: RewardSum, prompts: Sequence[Prompt], *, rows: int = _ROWS) -> list[SourceCheck]:
+def check_sources(reward_sum: RewardSum, prompts: Sequence[Prompt]) -> list[SourceCheck]:
     """Returns a finding for each data source, from its first rows."""
     sources = sorted({prompt.data_source for prompt in prompts})
-    return [_check(reward_sum, [p for p in prompts if p.data_source == source][: max(rows, 2)]) for source in sources]
+    return [_check(reward_sum, [p for p in prompts if p.data_source == source][:_ROWS]) for source in sources]
 
 
 def solutions(prompt: Prompt) -> list[str]:
@@ -126,7 +126,7 @@ def _check_without_answers(reward_sum: RewardSum, prompts: list[Prompt]) -> Sour
 
 def _grade_texts(reward_sum: RewardSum, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
     """Returns the rewards of the texts as responses to the prompts; None is an empty response."""
-    responses = ["" if text is None else text for text in texts]  # without another truth: an empty answer is wrong
+    responses = [text or "" for text in texts]  # without another truth: an empty answer is wrong
     return reward_sum.grade(
         Sample(prompt, text, len(text.split()), "stop") for prompt, text in zip(prompts, responses, strict=True)
     )
@@ -158,16 +158,13 @@ def _report(findings: Sequence[SourceCheck]) -> str:
 
 def _require_answers(environment: str, agent: str, agent_reward: str) -> None:
     """Raises UserError where the reward is an environment's or an agent program's, which no row has an answer for."""
+    judged = ""
     if environment:
-        raise UserError(
-            f"rollout.multi_turn.environment={environment!r} rewards the turns of a conversation, and the data has no"
-            " right answers to test it with; read the samples of a short run"
-        )
-    if agent and agent_reward != "graders":
-        raise UserError(
-            f"rollout.agent_reward={agent_reward!r} rewards what an agent program does, and the data has no"
-            " right answers to test it with; read the samples of a short run"
-        )
+        judged = f"rollout.multi_turn.environment={environment!r} rewards the turns of a conversation"
+    elif agent and agent_reward != "graders":
+        judged = f"rollout.agent_reward={agent_reward!r} rewards what an agent program does"
+    if judged:
+        raise UserError(f"{judged}, and the data has no right answers to test it with; read the samples of a short run")
 
 
 def _keep_gradable(prompts: list[Prompt], refuse: Callable[[str, str], str]) -> list[Prompt]:
@@ -179,11 +176,6 @@ def _keep_gradable(prompts: list[Prompt], refuse: Callable[[str, str], str]) -> 
     if len(refused_rows) == len(prompts):
         raise UserError("data.train_files: no row is left; change the asserts, or set reward.code.tests=native")
     return [prompt for prompt in prompts if not reasons[prompt.uid]]
-
-
-def _make_prompts(sources: Sequence[Source], needed: Collection[str]) -> list[Prompt]:
-    """Makes prompts without token ids of all rows."""
-    return [make_prompt(row, prompt_of(row), [], source.name, needed) for source in sources for row in source.rows]
 
 
 @settings.exit_on_user_error
@@ -204,7 +196,9 @@ def main(argv: list[str] | None = None) -> None:
     files = read_sources(
         c.data.train_files, "data.train_files", custom_cls=c.data.custom_cls, tokenizer=tokenizer, columns=columns_of(c)
     )
-    prompts = _keep_gradable(_make_prompts(files, needed_columns(c, tools)), make_refusal(c))
+    needed = needed_columns(c, tools)
+    all_prompts = [make_prompt(row, prompt_of(row), [], file.name, needed) for file in files for row in file.rows]
+    prompts = _keep_gradable(all_prompts, make_refusal(c))
     mesh = make_mesh(c)
     process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
     sources = sorted({prompt.data_source for prompt in prompts})

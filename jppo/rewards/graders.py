@@ -325,7 +325,6 @@ class OverlongPart(Part):
         self._limits = dict(max_response_length=max_response_length, buffer_tokens=buffer_tokens)
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Returns the length penalty of the sample."""
         return graded(Reward(overlong(sample.length, **self._limits), {}, error=None))
 
 
@@ -345,7 +344,6 @@ class FormatPart(Part):
         self._pool = pool
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Submits the sample to a worker, which matches the pattern."""
         return self._pool.submit(self._target, as_plain(sample) | {"extra": None})
 
     def close(self) -> None:

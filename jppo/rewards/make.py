@@ -12,15 +12,7 @@ from jppo.distributed.hosts import ALONE, Hosts, own_folder
 from jppo.errors import UserError, expanded
 from jppo.learner import sharding
 from jppo.registry import did_you_mean
-from jppo.rewards.graders import (
-    FormatPart,
-    FunctionPart,
-    OverlongPart,
-    RulePart,
-    graders_for,
-    refusal,
-    require_function,
-)
+from jppo.rewards import graders
 from jppo.rewards.parts import (
     AGENT,
     ENVIRONMENT,
@@ -67,8 +59,14 @@ def make_reward_sum(
         return Pool(r.workers, timeout_s=r.timeout_s, memory_bytes=r.memory_bytes, log=log / "reward.log")
 
     def rules() -> Part:
-        options = dict[str, Any](**_grader_options(c), tests_in=r.code.tests)
-        return RulePart(_sources_with_rules(parts_of_source), **options, sandbox=r.sandbox_choice, pool=pool())
+        return graders.RulePart(
+            _sources_with_rules(parts_of_source),
+            override=r.grader,
+            allow_code=r.allow_code,
+            sandbox=r.sandbox_choice,
+            tests_in=r.code.tests,
+            pool=pool(),
+        )
 
     def judge() -> Part:
         part: Part = plugins.load("judge.make").make_judge(r.judge)
@@ -80,13 +78,13 @@ def make_reward_sum(
 
     makers: dict[str, Callable[[], Part]] = {
         _RULES: rules,
-        _FUNCTION: lambda: FunctionPart(r.function, pool=pool(), decode=functools.partial(decode, tokenizer)),
+        _FUNCTION: lambda: graders.FunctionPart(r.function, pool=pool(), decode=functools.partial(decode, tokenizer)),
         "judge_score": judge,
         "rm_score": model,
-        "length_score": lambda: OverlongPart(
+        "length_score": lambda: graders.OverlongPart(
             max_response_length=c.data.max_response_length, buffer_tokens=r.overlong_buffer_tokens
         ),
-        "format_score": lambda: FormatPart(r.format_regex, pool=pool()),
+        "format_score": lambda: graders.FormatPart(r.format_regex, pool=pool()),
         **dict.fromkeys(TURNS, ConversationPart),
         TOOLS: lambda: ConversationPart(tools=True),
     }
@@ -107,9 +105,10 @@ def require_parts(c: Settings, sources: Sequence[str], *, trained: Collection[st
     `trained`: the sources of the training rows.
     """
     _, _, parts_of_source = _plan_parts(c, sources, tool_rewards)
-    graders_for(_sources_with_rules(parts_of_source), **_grader_options(c))
+    graded_sources = _sources_with_rules(parts_of_source)
+    graders.graders_for(graded_sources, override=c.reward.grader, allow_code=c.reward.allow_code)
     if any(_FUNCTION in weighted for weighted in parts_of_source.values()):
-        require_function(c.reward.function)
+        graders.require_function(c.reward.function)
     values = {"judge_score": ("judge_raw",), "rm_score": ("steps" if c.reward.model.step_aggregation else "rm_raw",)}
     for source in sorted(trained):
         for setting, name in _estimator_parts(c):
@@ -174,10 +173,6 @@ def _sources_with_rules(parts_of_source: Mapping[str, Mapping[str, float]]) -> l
     return [source for source, parts in parts_of_source.items() if _RULES in parts]
 
 
-def _grader_options(c: Settings) -> dict[str, Any]:
-    return dict(override=c.reward.grader, allow_code=c.reward.allow_code)
-
-
 def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
     """Returns the names of the parts that the settings ask for."""
     r, talk, agent = c.reward, c.rollout.multi_turn, c.rollout.agent
@@ -204,7 +199,7 @@ def make_refusal(c: Settings) -> Callable[[str, str], str]:
     def reason_to_refuse(source: str, ground_truth: str) -> str:
         if _RULES not in weights.of(source):
             return ""
-        return refusal(source, ground_truth, override=c.reward.grader, tests_in=c.reward.code.tests)
+        return graders.refusal(source, ground_truth, override=c.reward.grader, tests_in=c.reward.code.tests)
 
     return reason_to_refuse
 

@@ -182,15 +182,6 @@ class ConversationPart(Part):
         return graded(Reward(score, {}, error=None, earned=earned))
 
 
-def _weighted_amounts(exchange: Exchange | None, weights: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    """Returns the (token, amount) pairs that a branch of an episode earned at its turns, times the parts' weights."""
-    if exchange is None:
-        return ()
-    turn_weight, tool_weight = sum(weights.get(part, 0.0) for part in TURNS), weights.get(TOOLS, 0.0)
-    pairs = [(turn_weight, exchange.earned), (tool_weight, exchange.tool_earned)]
-    return tuple((token, weight * amount) for weight, earned in pairs for token, amount in earned)
-
-
 _FLOAT32 = float(np.finfo(np.float32).max)
 _OFF = "off"  # weight of a part that is not computed for a source
 
@@ -232,9 +223,9 @@ def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = 
             of_source[source, part] = _parse_weight(value, prefix)
         else:
             general[part] = _parse_weight(value, prefix)
-    unnamed = [part for part in parts if part not in general]
-    for part in unnamed:
-        if part not in optional and not any(weighted_part == part for _, weighted_part in of_source):
+    named = {*general, *optional, *(part for _, part in of_source)}
+    for part in parts:
+        if part not in named:
             raise UserError(
                 f"reward.weights={text!r} has no weight for {part}, which is configured; add one (0 computes and"
                 " logs it only)"
@@ -264,7 +255,6 @@ class RewardSum:
         self.score_on_error = score_on_error
 
     def begin(self) -> "Grading":
-        """Starts a batch."""
         return Grading(self)
 
     def grade(self, samples: Iterable[Sample]) -> list[Reward]:
@@ -277,10 +267,17 @@ class RewardSum:
     def earned(self, source: str) -> Callable[[Trajectory], tuple[tuple[int, float], ...]]:
         """Makes the function that returns a branch's weighted (token, amount) pairs, earned at its turns."""
         weights = self.weights.of(source)
-        return lambda branch: _weighted_amounts(branch.exchange, weights)
+        turn_weight, tool_weight = sum(weights.get(part, 0.0) for part in TURNS), weights.get(TOOLS, 0.0)
+
+        def weighted_amounts(branch: Trajectory) -> tuple[tuple[int, float], ...]:
+            if branch.exchange is None:
+                return ()
+            pairs = [(turn_weight, branch.exchange.earned), (tool_weight, branch.exchange.tool_earned)]
+            return tuple((token, weight * amount) for weight, earned in pairs for token, amount in earned)
+
+        return weighted_amounts
 
     def ready(self) -> None:
-        """Waits until all parts have started."""
         for part in self.parts.values():
             part.ready()
 
@@ -290,24 +287,20 @@ class RewardSum:
         return RewardSum(parts, self.weights, score_on_error=self.score_on_error)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the parts' counters since the last call."""
         metrics: dict[str, float] = {}
         for part in self.parts.values():
             metrics |= part.metrics()
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """Returns the state of the parts for a checkpoint."""
         return {name: state for name, part in self.parts.items() if (state := part.state())}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores the parts' states of a checkpoint."""
         for name, part_state in state.items():
             if name in self.parts:
                 self.parts[name].load(part_state)
 
     def close(self) -> None:
-        """Stops the parts' processes and connections."""
         for part in self.parts.values():
             part.close()
 
@@ -338,7 +331,7 @@ class Grading:
         with self._lock:
             waiting = dict(self._waiting)
         done = {number: futures for number, futures in waiting.items() if all(f.done() for _, f in futures.values())}
-        rewards = {number: self._sum(futures) for number, futures in done.items()}
+        rewards = {number: _compose(futures, self._reward_sum.score_on_error) for number, futures in done.items()}
         return {number: reward for number, reward in rewards.items() if reward.error is None}
 
     def collect(self, numbers: Iterable[int] | None = None) -> list[Reward]:
@@ -348,32 +341,27 @@ class Grading:
         with self._lock:  # more samples may be submitted meanwhile
             sorted_numbers = sorted(self._waiting if numbers is None else numbers)
             waiting = [self._waiting[number] for number in sorted_numbers]
-        return [self._sum(futures) for futures in waiting]
-
-    def _sum(self, futures: Mapping[str, tuple[float, Future[Reward]]]) -> Reward:
-        """Waits for a sample's parts and returns their weighted sum."""
-        return compose(
-            {name: (weight, future.result()) for name, (weight, future) in futures.items()}, self._reward_sum
-        )
+        return [_compose(futures, self._reward_sum.score_on_error) for futures in waiting]
 
 
-def compose(rewards: Mapping[str, tuple[float, Reward]], reward_sum: RewardSum) -> Reward:
-    """Sums weight · score over the parts and keeps each part's score; an error of one is the sample's error.
+def _compose(futures: Mapping[str, tuple[float, Future[Reward]]], score_on_error: float | None) -> Reward:
+    """Sums weight · score over a sample's parts and keeps each part's score; an error of one is the sample's error.
 
-    Amounts earned inside the response have their part's weight. The answer comes from the rule or the custom function.
-    A number beyond float32, in which the trainer computes, is an error, too.
+    Waits for the parts. Amounts earned inside the response have their part's weight. The answer comes from the rule or
+    the custom function. A number beyond float32, in which the trainer computes, is an error, too.
     """
+    rewards = {name: (weight, future.result()) for name, (weight, future) in futures.items()}
     parts = {name: reward.score for name, (_, reward) in rewards.items()}
     for name, (_, reward) in rewards.items():
         parts |= {f"{name}/{key}": value for key, value in reward.parts.items()}
     answer = next((reward.answer for _, reward in rewards.values() if reward.answer is not None), None)
     errors = [f"{name}: {why}" for name, weighted in rewards.items() if (why := _error_of(*weighted)) is not None]
     if errors:
-        score, error = reward_sum.score_on_error, "; ".join(errors)
+        error = "; ".join(errors)
         finite_parts = {key: value for key, value in parts.items() if math.isfinite(value)}
-        if score is None:
+        if score_on_error is None:
             return Reward(math.nan, finite_parts, error, answer, unusable=f"not graded: {error}")
-        return Reward(score, finite_parts, error, answer)
+        return Reward(score_on_error, finite_parts, error, answer)
     score = math.fsum(weight * reward.score for weight, reward in rewards.values())
     earned = [(token, weight * amount) for weight, reward in rewards.values() for token, amount in reward.earned]
     return Reward(score, parts, None, answer, earned=tuple((token, amount) for token, amount in earned if amount))

@@ -12,17 +12,15 @@ import os
 import pathlib
 import pickle
 import queue
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from jppo.child_process import LENGTH, python_path
+from jppo import child_process
 from jppo.errors import UserError
 from jppo.rewards.parts import Sample, failed, pending
 from jppo.types import Reward
@@ -31,7 +29,6 @@ Target = tuple[str, ...]  # the module, file or name of a task, and its argument
 AnswerReader = Callable[[dict[str, Any]], Reward]  # an answer of a worker -> a reward; never raises
 
 START_TIMEOUT_S = 120.0  # for a worker to start and import a target's modules
-_TICK_S = 0.05  # polling interval for close() and for deaths that leave the pipe open
 
 
 class NotReady(Exception):
@@ -201,15 +198,13 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=defaults | os.environ | {"PYTHONPATH": python_path()},
+                env=defaults | os.environ | {"PYTHONPATH": child_process.python_path()},
                 start_new_session=True,
                 bufsize=0,
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout
         self._closed = closed
-        self._output_poll = select.poll()
-        self._output_poll.register(self._out, select.POLLIN)
         self.ready: dict[Target, dict[str, Any]] = {}
 
     def alive(self) -> bool:
@@ -218,34 +213,16 @@ class _Worker:
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Sends a request and returns the worker's reply; raises _NoReply without one."""
         body = pickle.dumps(request)
-        deadline = time.monotonic() + timeout_s
         try:
-            unsent = memoryview(LENGTH.pack(len(body)) + body)
-            while unsent:
-                unsent = unsent[self._in.write(unsent) :]
-        except BrokenPipeError:
-            raise _NoReply(self._describe_end()) from None
-        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline, timeout_s))
-        reply: dict[str, Any] = json.loads(self._read(length, deadline, timeout_s))
+            child_process.send(self._in.fileno(), body)
+            reply: dict[str, Any] = json.loads(
+                child_process.receive(self._out.fileno(), timeout_s, lambda: self.alive() and not self._closed.is_set())
+            )
+        except TimeoutError:
+            raise _NoReply(f"it took longer than {timeout_s:g} s") from None
+        except (BrokenPipeError, EOFError):
+            raise _NoReply("the pool was closed" if self._closed.is_set() else self._describe_end()) from None
         return reply
-
-    def _read(self, count: int, deadline: float, timeout_s: float) -> bytes:
-        """Reads `count` bytes of a reply; _NoReply at the deadline, or if the worker or the pool has ended."""
-        received = bytearray()
-        while len(received) < count:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise _NoReply(f"it took longer than {timeout_s:g} s")
-            if self._closed.is_set():
-                raise _NoReply("the pool was closed")
-            if self._output_poll.poll(1000 * min(left_s, _TICK_S)):
-                chunk = os.read(self._out.fileno(), min(count - len(received), 2**20))
-                if not chunk:
-                    raise _NoReply(self._describe_end())
-                received += chunk
-            elif not self.alive() and not self._output_poll.poll(0):
-                raise _NoReply(self._describe_end())
-        return bytes(received)
 
     def _describe_end(self) -> str:
         """Returns how the process ended, for errors."""

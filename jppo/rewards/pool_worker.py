@@ -14,7 +14,6 @@ trainer.
 
 import asyncio
 import contextlib
-import functools
 import importlib
 import inspect
 import json
@@ -24,13 +23,12 @@ import pathlib
 import pickle
 import re
 import resource
-import select
 import signal
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from jppo import child_process, plugins, user_files
 from jppo.rewards import earned, rules
@@ -56,10 +54,13 @@ def _check_signature(function: Function, name: str) -> None:
         if not refused_parameters:
             return
         fault = f"asks for {refused_parameters[0]!r}, which jppo does not pass"
-    elif _accepts(function, BATCH if _takes_batch(function) else ONE):
-        return
     else:
-        fault = f"has the signature {_signature_text(function)}"
+        fault = "has the signature (?)"
+        if (signature := _signature(function)) is not None:
+            fault = f"has the signature {signature}"
+            with contextlib.suppress(TypeError):
+                signature.bind(**dict.fromkeys(BATCH if _takes_batch(function) else ONE))
+                return
     raise ValueError(
         f"{name!r} {fault}; it must be a function of ({', '.join(ONE)}=None), of ({', '.join(BATCH)}) for all"
         f" samples at once, or of ({TRL}, **kwargs) as in TRL"
@@ -123,34 +124,22 @@ def _sample_arguments(sample: Sample) -> tuple[Any, ...]:
     return sample["data_source"], sample["text"], sample["truth"], sample["extra"]
 
 
-def _parameters(function: Function) -> dict[str, inspect.Parameter]:
-    """Returns the function's parameters by name; {} where Python does not know them."""
+def _signature(function: Function) -> inspect.Signature | None:
+    """Returns the function's signature; None where Python does not know it, as of some builtins."""
     try:
-        return dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # some builtins have none
-        return {}
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _parameters(function: Function) -> dict[str, inspect.Parameter]:
+    signature = _signature(function)
+    return {} if signature is None else dict(signature.parameters)
 
 
 def _required_parameters(function: Function) -> list[str]:
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [n for n, p in _parameters(function).items() if p.kind in named and p.default is inspect.Parameter.empty]
-
-
-def _signature_text(function: Function) -> str:
-    """Returns the signature for errors."""
-    try:
-        return str(inspect.signature(function))
-    except (TypeError, ValueError):
-        return "(?)"
-
-
-def _accepts(function: Function, names: Sequence[str]) -> bool:
-    """Whether the function can be called with these keyword arguments."""
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(names))
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 _Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward; earned as from `earned.read_amounts`
@@ -166,10 +155,17 @@ class Prepared(NamedTuple):
 def prepare_target(target: Sequence[str]) -> Prepared:
     """Imports, compiles or loads a target, so that it can score samples; ValueError with a readable reason."""
     kind, *arguments = target
-    makers: dict[str, Callable[..., Prepared]]
-    makers = {"rule": _prepare_rule, "code": _prepare_code, "program": _prepare_program}
-    makers |= {"format": _prepare_format, "function": _prepare_function}
-    return makers[kind](*arguments)
+    if kind == "function":
+        return _prepare_function(*arguments)
+    makers: dict[str, Callable[..., Callable[[Sample], rules.Verdict]]]
+    makers = {"rule": _make_rule, "code": _make_code, "program": _make_program, "format": _make_format}
+    score = makers[kind](*arguments)
+
+    def call(samples: Sequence[Sample]) -> list[_Answer]:
+        verdicts = [score(sample) for sample in samples]
+        return [{"score": v.score, "parts": v.parts, "error": None, "answer": v.answer} for v in verdicts]
+
+    return Prepared(call, batch=False)
 
 
 _LOADERS = tuple(map(os.path.dirname, (__file__, user_files.__file__, importlib.__file__)))  # of a user's file
@@ -229,53 +225,32 @@ def _as_text(value: Any) -> str:
         return ""
 
 
-def _prepare_each(score: Callable[[Sample], rules.Verdict]) -> Prepared:
-    """Prepares a function that returns a verdict for one sample."""
-
-    def call(samples: Sequence[Sample]) -> list[_Answer]:
-        verdicts = [score(sample) for sample in samples]
-        return [{"score": v.score, "parts": v.parts, "error": None, "answer": v.answer} for v in verdicts]
-
-    return Prepared(call, batch=False)
-
-
-def _prepare_rule(name: str) -> Prepared:
-    """Prepares a rule of `rules.py` by its name."""
+def _make_rule(name: str) -> Callable[[Sample], rules.Verdict]:
+    """Makes the scoring function of a rule of `rules.py`."""
     rule: rules.Rule = getattr(rules, name)
     if name == "math_verify":
         rule(r"\boxed{1/2}", "0.5")  # imports and fills sympy's caches before a deadline runs
-    return _prepare_each(lambda sample: rule(sample["text"], sample["truth"]))
+    return lambda sample: rule(sample["text"], sample["truth"])
 
 
-def _prepare_code(time_s: str, memory_bytes: str, tests_in: str, *sandbox: str) -> Prepared:
-    """Prepares the rule `code`; texts are its limits, reward.code.tests and the sandbox."""
-    options = dict[str, Any](tests_in=tests_in, runner=plugins.load("sandbox.choice").make_runner(*sandbox))
-    options |= dict(time_s=float(time_s), memory_bytes=int(memory_bytes))
-    code = plugins.load("sandbox.code").code
-    return _prepare_each(lambda sample: code(sample["text"], sample["truth"], **options))
+def _make_code(time_s: str, memory_bytes: str, tests_in: str, *sandbox: str) -> Callable[[Sample], rules.Verdict]:
+    """Makes the scoring function of the rule `code`; texts are its limits, reward.code.tests and the sandbox."""
+    limits = dict[str, Any](time_s=float(time_s), memory_bytes=int(memory_bytes))
+    runner, code = plugins.load("sandbox.choice").make_runner(*sandbox), plugins.load("sandbox.code").code
+    return lambda sample: code(sample["text"], sample["truth"], tests_in=tests_in, runner=runner, **limits)
 
 
-def _prepare_program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
-    """Prepares running the text of a sample as a program; its output is the answer, without a score."""
+def _make_program(time_s: str, memory_bytes: str, *sandbox: str) -> Callable[[Sample], rules.Verdict]:
+    """Makes the function that runs a sample's text as a program; its output is the answer, without a score."""
     limits = dict[str, Any](time_s=float(time_s), memory_bytes=int(memory_bytes))
     runner, code = plugins.load("sandbox.choice").make_runner(*sandbox), plugins.load("sandbox.code")
-    execute = functools.partial(code.program_output, **limits, runner=runner)
-
-    def run(sample: Sample) -> rules.Verdict:
-        return rules.Verdict(0.0, {}, execute(sample["text"]))
-
-    return _prepare_each(run)
+    return lambda sample: rules.Verdict(0.0, {}, code.program_output(sample["text"], runner=runner, **limits))
 
 
-def _prepare_format(pattern: str) -> Prepared:
-    """Prepares a regular expression: the score is 1 if it matches the whole response."""
+def _make_format(pattern: str) -> Callable[[Sample], rules.Verdict]:
+    """Makes the scoring function of a regular expression: 1 if it matches the whole response."""
     compiled = re.compile(pattern, re.DOTALL)
-
-    def score(sample: Sample) -> rules.Verdict:
-        matches = float(compiled.fullmatch(sample["text"]) is not None)
-        return rules.Verdict(matches, {})
-
-    return _prepare_each(score)
+    return lambda sample: rules.Verdict(float(compiled.fullmatch(sample["text"]) is not None), {})
 
 
 def _prepare_function(path: str, name: str, source: str) -> Prepared:
@@ -308,9 +283,6 @@ def _load_function(path: str, name: str, source: str) -> Callable[..., Any]:
     return function
 
 
-_POLL_S = 0.5  # how soon the guard detects the trainer's end
-
-
 def main(parent: int, memory_bytes: int) -> None:
     """Guards a worker until it ends, or has to end; never returns."""
     requests, replies = os.dup(0), os.dup(1)  # not inherited by children across exec
@@ -322,43 +294,22 @@ def main(parent: int, memory_bytes: int) -> None:
     with contextlib.suppress(OSError):  # out of memory, the kernel kills a worker before the trainer
         pathlib.Path("/proc/self/oom_score_adj").write_text("500")
     child_process.hide()
-    wake_reader, wake_writer = os.pipe()
-    os.set_blocking(wake_writer, False)
+    signal.pthread_sigmask(signal.SIG_BLOCK, child_process.GUARDED)
     guard = os.getpid()
     worker = os.fork()
     if worker == 0:
         child_process.end_with_parent(guard, signal.SIGKILL)
-        os.close(wake_reader)
-        os.close(wake_writer)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, child_process.GUARDED)
         os.setsid()
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         _run_jobs(requests, replies)
     os.close(requests)
     os.close(replies)
-    status = _watch(worker, parent, wake_reader, wake_writer)
+    code = child_process.guard(worker, parent)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
     child_process.kill_all()
-    child_process.exit_like(0 if status is None else os.waitstatus_to_exitcode(status))
-
-
-def _watch(worker: int, parent: int, wake_reader: int, wake_writer: int) -> int | None:
-    """Waits for the worker's end and returns its exit status; None if it is to be killed, as without a trainer."""
-    stop_signals = []
-    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: stop_signals.append(1))
-    while not stop_signals and os.getppid() == parent:
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)  # including orphans of the worker
-                if pid == worker:
-                    return status
-                if pid == 0:
-                    break
-        if select.select([wake_reader], [], [], _POLL_S)[0]:
-            os.read(wake_reader, 4096)
-    return None
+    child_process.exit_like(code)
 
 
 def _run_jobs(requests: int, replies: int) -> None:
@@ -366,11 +317,11 @@ def _run_jobs(requests: int, replies: int) -> None:
     worker_pid = os.getpid()
     prepared: dict[tuple[str, ...], Prepared] = {}
     with os.fdopen(requests, "rb") as stream:
-        while (request := _receive(stream)) is not None:
-            reply = _run_job(request, prepared)
+        while len(head := stream.read(child_process.LENGTH.size)) == child_process.LENGTH.size:
+            reply = _run_job(pickle.loads(stream.read(*child_process.LENGTH.unpack(head))), prepared)
             if os.getpid() != worker_pid:  # a fork made by the job returned here: only the first may answer
                 os._exit(0)
-            _send(replies, reply)
+            child_process.send(replies, json.dumps(reply).encode())
             if reply.get("retire"):
                 break
     os._exit(0)
@@ -390,23 +341,6 @@ def _run_job(request: dict[str, Any], prepared: dict[tuple[str, ...], Prepared])
         return {"error": str(e) if request["samples"] is None else explain(e)}
     except BaseException as e:  # exit() and any other exception of a job is an error of its sample
         return {"error": explain(e)}
-
-
-def _receive(stream: BinaryIO) -> dict[str, Any] | None:
-    """Reads the next pickled request; None when the trainer has closed the pipe."""
-    prefix = stream.read(child_process.LENGTH.size)
-    if len(prefix) < child_process.LENGTH.size:  # the trainer is gone
-        return None
-    message: dict[str, Any] = pickle.loads(stream.read(*child_process.LENGTH.unpack(prefix)))
-    return message
-
-
-def _send(replies: int, reply: dict[str, Any]) -> None:
-    """Writes a reply as JSON with its length in front."""
-    body = json.dumps(reply).encode()
-    unsent = memoryview(child_process.LENGTH.pack(len(body)) + body)
-    while unsent:
-        unsent = unsent[os.write(replies, unsent) :]
 
 
 if __name__ == "__main__":

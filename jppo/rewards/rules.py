@@ -133,10 +133,9 @@ def math_verify(response: str, ground_truth: str) -> Verdict:
         raise ValueError(f"ground_truth={ground_truth!r} has no answer")
     answer = boxed(response)
     if not answer:
-        return Verdict(0.0, {"exact": 0.0, "answered": 0.0}, "")
+        return _verdict(False, None)
     plain = "".join(answer.split())
-    is_equal = plain == "".join(truth.split()) or _equal_as_math(truth, answer)
-    return Verdict(float(is_equal), {"exact": float(is_equal), "answered": 1.0}, plain)
+    return _verdict(plain == "".join(truth.split()) or _equal_as_math(truth, answer), plain)
 
 
 _WORD = r"(?:[^\s{}$]|\{(?:[^{}]|\{[^{}]*\})*\})+"
@@ -186,14 +185,19 @@ def _equal_as_math(truth: str, answer: str) -> bool:
     return bool(library.verify(parsed_truth, parsed(answer), timeout_seconds=None))
 
 
+def _verdict(right: bool, answer: str | None, score: float | None = None) -> Verdict:
+    """Returns the verdict on an answer, None without one; the score is 1 or 0 unless it is given."""
+    parts = {"exact": float(right), "answered": float(answer is not None)}
+    return Verdict(float(right) if score is None else score, parts, answer or "")
+
+
 def _letter_verdict(letter: str | None, ground_truth: str) -> Verdict:
     """Compares a stated option with the truth; ValueError if the truth is no letter from A to E."""
     truth = ground_truth.strip().upper()
     if truth not in ("A", "B", "C", "D", "E"):
         raise ValueError(f"ground_truth={ground_truth!r} is not a letter from A to E")
-    stated = "" if letter is None else letter.upper()
-    score = float(stated == truth)
-    return Verdict(score, {"exact": score, "answered": float(letter is not None)}, stated)
+    stated = None if letter is None else letter.upper()
+    return _verdict(stated == truth, stated)
 
 
 def _number_verdict(answer: str | None, ground_truth: str) -> Verdict:
@@ -202,10 +206,7 @@ def _number_verdict(answer: str | None, ground_truth: str) -> Verdict:
     if truth is None:
         raise ValueError(f"ground_truth={ground_truth!r} is not a number")
     number = None if answer is None else _number(answer)
-    score = float(number is not None and number == truth)
-    return Verdict(
-        score, {"exact": score, "answered": float(number is not None)}, "" if number is None else _canonical(number)
-    )
+    return _verdict(number == truth, None if number is None else _canonical(number))
 
 
 def _canonical(number: decimal.Decimal) -> str:
@@ -252,7 +253,8 @@ _MANY_TAGS = 10
 def gsm8k_strict(response: str, ground_truth: str) -> Verdict:
     """1 if the number after the last `#### ` of the last 300 characters is the truth, as text without commas."""
     numbers = _GSM8K.findall(response[-_GSM8K_END:])
-    return _text_verdict(numbers[-1].replace(",", "") if numbers else None, ground_truth)
+    answer = numbers[-1].replace(",", "") if numbers else None
+    return _verdict(answer == ground_truth, answer)
 
 
 def math_reward(response: str, ground_truth: str) -> Verdict:
@@ -262,12 +264,12 @@ def math_reward(response: str, ground_truth: str) -> Verdict:
     """
     answer = last_box(response)
     if answer is None:
-        return _text_verdict(None, ground_truth)
+        return _verdict(False, None)
     try:
         is_equal = _normalize_hendrycks(answer) == _normalize_hendrycks(ground_truth)
     except ValueError:  # one of them cannot be normalised: both are compared as written
         is_equal = answer == ground_truth
-    return Verdict(float(is_equal), {"exact": float(is_equal), "answered": 1.0}, answer)
+    return _verdict(is_equal, answer)
 
 
 def math_dapo(response: str, ground_truth: str) -> Verdict:
@@ -284,8 +286,7 @@ def math_dapo(response: str, ground_truth: str) -> Verdict:
         box = None if start < 0 else _to_closing_brace(end[start:])
         answer = None if box is None else box[len(r"\boxed{") : -1]
         right = right if answer is None else answer == ground_truth
-    parts = {"exact": float(right), "answered": float(answer is not None)}
-    return Verdict(1.0 if right else -1.0, parts, answer or "")
+    return _verdict(right, answer, 1.0 if right else -1.0)
 
 
 def search_r1(response: str, ground_truth: str) -> Verdict:
@@ -298,8 +299,7 @@ def search_r1(response: str, ground_truth: str) -> Verdict:
     accepted = {_normalize_words(target) for target in _read_targets(ground_truth)}
     right = answer is not None and _normalize_words(answer) in accepted
     too_many_tags = max(response.count("<answer>"), response.count("</answer>")) > _MANY_TAGS
-    score = (0.25 if too_many_tags else 1.0) * right
-    return Verdict(score, {"exact": float(right), "answered": float(answer is not None)}, answer or "")
+    return _verdict(right, answer, (0.25 if too_many_tags else 1.0) * right)
 
 
 def _normalize_hendrycks(text: str) -> str:
@@ -345,11 +345,6 @@ def last_box(response: str) -> str | None:
     return box[len(r"\boxed{") : -1] if box and box.startswith(r"\boxed{") else None
 
 
-def _text_verdict(answer: str | None, ground_truth: str) -> Verdict:
-    right = float(answer == ground_truth)
-    return Verdict(right, {"exact": right, "answered": float(answer is not None)}, answer or "")
-
-
 def _to_closing_brace(text: str) -> str | None:
     """Returns the text up to the brace that closes its first one."""
     depth = 0
@@ -386,13 +381,13 @@ def _braced_fractions(text: str) -> str:
 def _spelt_fraction(text: str) -> str:
     """Rewrites 3/4 as a fraction if both are integers as Python writes them."""
     match = _SHORT_FRACTION.fullmatch(text)
-    is_written = match is not None and all(_is_written_integer(number) for number in match.groups())
-    return rf"\frac{{{match.group(1)}}}{{{match.group(2)}}}" if match is not None and is_written else text
-
-
-def _is_written_integer(number: str) -> bool:
-    digits = number.removeprefix("-")
-    return number == "0" or (digits[0] != "0" and len(digits) <= 4300)  # Python's limit of digits
+    if match is None:
+        return text
+    for number in match.groups():
+        digits = number.removeprefix("-")
+        if number != "0" and (digits[0] == "0" or len(digits) > 4300):  # Python's limit of digits
+            return text
+    return rf"\frac{{{match.group(1)}}}{{{match.group(2)}}}"
 
 
 def _last_answer(response: str) -> str | None:

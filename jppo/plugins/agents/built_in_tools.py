@@ -40,26 +40,21 @@ _PRODUCTS: dict[str, Callable[[Fraction, Fraction], Any]] = {
 }
 
 
+def _schema(name: str, purpose: str, parameter: str, description: str) -> Mapping[str, Any]:
+    """Returns the schema of a tool with one required text, in OpenAI's form."""
+    properties = {parameter: {"type": "string", "description": description}}
+    parameters = {"type": "object", "properties": properties, "required": [parameter]}
+    return {"type": "function", "function": {"name": name, "description": purpose, "parameters": parameters}}
+
+
 class Calculator:
     """The tool `calculator`."""
 
     def __init__(self) -> None:
-        description = "an expression of numbers, + - * / // % ** and parentheses"
-        self.schema: Mapping[str, Any] = {
-            "type": "function",
-            "function": {
-                "name": "calculator",
-                "description": "Computes an arithmetic expression.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"expression": {"type": "string", "description": description}},
-                    "required": ["expression"],
-                },
-            },
-        }
+        argument = "an expression of numbers, + - * / // % ** and parentheses"
+        self.schema = _schema("calculator", "Computes an arithmetic expression.", "expression", argument)
 
     async def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:
-        """Returns the value as text."""
         return format_number(evaluate(str(arguments["expression"])))
 
 
@@ -208,7 +203,6 @@ class Index:
 
 
 def terms(text: str) -> list[str]:
-    """Returns the words in lower case."""
     return _TERM.findall(text.lower())
 
 
@@ -220,18 +214,8 @@ class Search:
             raise UserError(f"the tool search: results={results} must be at least 1")
         self._index = Index(read_corpus(path, column))
         self._results = results
-        self.schema: Mapping[str, Any] = {
-            "type": "function",
-            "function": {
-                "name": "search",
-                "description": "Searches a collection of texts and returns those that fit best.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"query": {"type": "string", "description": "words that the texts should have"}},
-                    "required": ["query"],
-                },
-            },
-        }
+        purpose = "Searches a collection of texts and returns those that fit best."
+        self.schema = _schema("search", purpose, "query", "words that the texts should have")
 
     def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:  # in a thread: a corpus may be large
         """Returns the texts that fit best, numbered."""
@@ -286,18 +270,8 @@ class Python:
         self.concurrency = workers
         self._pool = Pool(workers, timeout_s=timeout_s + _STARTUP_S, memory_bytes=max(memory_bytes, 2**30))
         self._target: Target = ("program", str(timeout_s), str(memory_bytes), *sandbox)
-        self.schema: Mapping[str, Any] = {
-            "type": "function",
-            "function": {
-                "name": "python",
-                "description": "Runs a Python program and returns what it prints.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"code": {"type": "string", "description": "the program; it must print its results"}},
-                    "required": ["code"],
-                },
-            },
-        }
+        purpose = "Runs a Python program and returns what it prints."
+        self.schema = _schema("python", purpose, "code", "the program; it must print its results")
 
     async def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:
         """Returns the program's output with the last line of its error; RuntimeError if it could not be run."""
@@ -309,5 +283,4 @@ class Python:
         return result.answer
 
     def close(self) -> None:
-        """Ends the processes."""
         self._pool.close()

@@ -224,17 +224,16 @@ class _State:
 
     @property
     def branch(self) -> _Branch:
-        """Returns the branch that grows."""
         return self.branches[-1]
 
     async def open(self, begin: Begin | None) -> str:
         """Creates the partner; returns its first message, if any."""
-        if begin is None:
-            return ""
-        try:
-            opening, self.respond = await begin(Context(self.prompt, {}, self.memory))
-        except PartnerError as e:
-            opening, self.fault = "", str(e)
+        opening = ""
+        if begin is not None:
+            try:
+                opening, self.respond = await begin(Context(self.prompt, {}, self.memory))
+            except PartnerError as e:
+                self.fault = str(e)
         return opening
 
     def begin(self, chat: Chat, opening: str, room: int) -> list[int]:
@@ -255,7 +254,6 @@ class _State:
         return ids
 
     def add_answer(self, answer: Answer) -> None:
-        """Adds a turn of the policy."""
         self.branch.add_answer(answer)
         self.turns, self.finish, self.sampled = self.turns + 1, answer.finish, len(answer.tokens)
 

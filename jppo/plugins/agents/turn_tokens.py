@@ -124,7 +124,6 @@ def _turn_text(render: Callable[..., str], turn: Mapping[str, Any]) -> str:
 
 
 def _common_length(a: str, b: str) -> int:
-    """Returns the length of the common beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -161,7 +160,10 @@ def _require_shown(
     render: Callable[..., str], role: str, turn: Mapping[str, Any], setting: str, count: int = 1
 ) -> None:
     if not _shows(render, role, turn, count):
-        raise _hidden_error(setting, role)
+        raise UserError(
+            f"the tokenizer's chat template leaves out messages of the role {role!r} that answer the policy; use a"
+            f" template that shows them, or {setting}=plain"
+        )
 
 
 def _unread_error(written: str, calls: Sequence[Call], format: str) -> UserError:
@@ -174,18 +176,10 @@ def _unread_error(written: str, calls: Sequence[Call], format: str) -> UserError
     )
 
 
-def _hidden_error(setting: str, role: str) -> UserError:
-    return UserError(
-        f"the tokenizer's chat template leaves out messages of the role {role!r} that answer the policy; use a"
-        f" template that shows them, or {setting}=plain"
-    )
-
-
 def _require_tool_names(render: Callable[..., str], schemas: Sequence[Schema], setting: str) -> None:
     """Raises UserError unless the template shows the names of all tools."""
     rendered = render(_PROMPT)
-    missing = [name for name in (schema["function"]["name"] for schema in schemas) if name not in rendered]
-    if missing:
+    if missing := [name for schema in schemas if (name := schema["function"]["name"]) not in rendered]:
         raise UserError(
             f"the tokenizer's chat template does not show the tools to the model: {', '.join(missing)} is missing in"
             f" its output; use a template that reads `tools`, or {setting}=plain"

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import email.utils
+import importlib
 import math
 import os
 import re
@@ -243,12 +244,6 @@ def _make_scrubber(key: str) -> Callable[[str], str]:
 def _import_sdk(name: str) -> Any:
     """Imports the provider's SDK; UserError with the install command if it is missing."""
     try:
-        if name == "openai":
-            import openai
-
-            return openai
-        import anthropic
-
-        return anthropic
+        return importlib.import_module(name)
     except ImportError as e:
         raise UserError(f"this judge needs the package {name}; pip install 'jppo[judge]'") from e

@@ -117,8 +117,8 @@ def convert_weights(directory: pathlib.Path, *, python: str, cache: str = _CACHE
     Models with PyTorch files, and causal models with a value head, are converted once. The latter become sequence
     classifiers, or token classifiers with `steps`.
     """
-    weights = _torch_files(directory)
-    if not weights and not _has_v_head(directory):
+    is_torch = not list(directory.glob("*.safetensors")) and any(directory.glob("pytorch_model*.bin"))
+    if not is_torch and not _has_v_head(directory):
         return directory
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(directory.iterdir())]
     key = hashlib.sha256(json.dumps([str(directory.resolve()), stats]).encode()).hexdigest()[:16]
@@ -142,11 +142,6 @@ def convert_weights(directory: pathlib.Path, *, python: str, cache: str = _CACHE
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
-
-
-def _torch_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Lists the PyTorch weights of a directory without safetensors."""
-    return [] if list(directory.glob("*.safetensors")) else sorted(directory.glob("pytorch_model*.bin"))
 
 
 def _has_v_head(directory: pathlib.Path) -> bool:
@@ -222,7 +217,7 @@ class JaxRewardModel:
         self._params = trunk | {"score": jax.device_put(score, replicated)}
         self._rows, self._pad_token_id = rows, classifier.pad_token_id
         self._lengths = compiled_lengths(max_length)
-        shard_count = 1 if rows is None else _shard_count(rows)
+        shard_count = 1 if rows is None else rows.mesh.size // rows.shard_shape((rows.mesh.size,))[0]
         self._batch_rows = -(-batch_size // shard_count) * shard_count
         mix = make_mix(None if rows is None else rows.mesh, whole_rows=True)
         constrain = identity if rows is None else functools.partial(jax.lax.with_sharding_constraint, shardings=rows)
@@ -249,7 +244,6 @@ class JaxRewardModel:
             self._score_batch([[0] * length])
 
     def close(self) -> None:
-        """Drops the references to the weights."""
         self._params = None
 
     def _score_batch(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -278,12 +272,6 @@ def _compute_scores(model: Decoder, steps: bool, params: Params, tokens: jax.Arr
     kernel, bias = params["score"]
     scores: jax.Array = heads.values(hidden, kernel) + bias
     return scores
-
-
-def _shard_count(rows: jax.NamedSharding) -> int:
-    """Returns over how many devices the rows are sharded."""
-    axes = rows.spec[0] if len(rows.spec) else ()
-    return math.prod(rows.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 def _read_score(classifier: Classifier, hidden_size: int, dtype: Any) -> tuple[jax.Array, jax.Array]:

@@ -9,11 +9,9 @@ import contextlib
 import json
 import os
 import pathlib
-import select
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -24,6 +22,7 @@ from typing import IO, Any
 
 import httpx
 
+from jppo import child_process
 from jppo.child_process import executable, python_path
 from jppo.plugins.reward_models.classifier import Classifier, model_error, without_padding
 from jppo.plugins.reward_models.model import ScoringError
@@ -95,10 +94,6 @@ class _ScorerProcess:
             lines = file.read().decode(errors="replace").splitlines()
         last_lines = [line[:300] for line in lines if line.strip()][-_LOG_LINES:]
         return "\n  ".join([f"{self._log} says:", *last_lines])
-
-
-class _NoReply(Exception):
-    """The process no longer answers."""
 
 
 class TransformersRewardModel(_ScorerProcess):
@@ -181,34 +176,19 @@ class TransformersRewardModel(_ScorerProcess):
         """Sends `message`, if any, and returns the next reply."""
         process = self._process
         try:
-            if process is None:
-                raise _NoReply("is closed")
+            if process is None or process.stdin is None or process.stdout is None:
+                raise EOFError
             if message is not None:
-                body = json.dumps(message).encode()
-                _write(process, struct.pack("<Q", len(body)) + body)
-            deadline = time.monotonic() + self._timeout_s
-            (size,) = struct.unpack("<Q", self._read(process, 8, deadline))
-            return json.loads(self._read(process, size, deadline))
-        except _NoReply as e:
+                child_process.send(process.stdin.fileno(), json.dumps(message).encode())
+            output = process.stdout.fileno()
+            return json.loads(child_process.receive(output, self._timeout_s, lambda: process.poll() is None))
+        except (OSError, EOFError) as e:
             code = self._end()
-            ending = "is closed" if self._closed else str(e) or f"ended with code {code}"
+            ending = "is closed" if self._closed or process is None else f"ended with code {code}"
+            if isinstance(e, TimeoutError):
+                ending = f"did not answer within {self._timeout_s:g} s"
             self._failure = self._log_end()
             raise ScoringError(f"the reward model's process {ending}; {self._failure}") from e
-
-    def _read(self, process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
-        """Reads `size` bytes of the process's output; _NoReply at its end or at the deadline."""
-        assert process.stdout is not None
-        pieces: list[bytes] = []
-        while size:
-            left_s = max(0.0, deadline - time.monotonic())
-            if not select.select([process.stdout], [], [], left_s)[0]:
-                raise _NoReply(f"did not answer within {self._timeout_s:g} s")
-            piece = os.read(process.stdout.fileno(), min(size, 1 << 20))
-            if not piece:
-                raise _NoReply
-            pieces.append(piece)
-            size -= len(piece)
-        return b"".join(pieces)
 
     def _end(self) -> int | None:
         """Ends the process and returns its exit code."""
@@ -227,17 +207,6 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
-
-
-def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
-    """Writes all of `data` to the process's input; _NoReply if it has ended."""
-    assert process.stdin is not None
-    view = memoryview(data)
-    try:
-        while view:
-            view = view[process.stdin.write(view) :]
-    except OSError as e:
-        raise _NoReply from e
 
 
 _POLL_S = 0.2

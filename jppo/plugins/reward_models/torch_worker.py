@@ -111,15 +111,14 @@ def _read_message(stream: BinaryIO) -> Any:
     prefix = stream.read(8)
     if len(prefix) < 8:
         return None
-    (size,) = struct.unpack("<Q", prefix)
+    (size,) = struct.unpack(">Q", prefix)
     body = stream.read(size)
     return json.loads(body) if len(body) == size else None
 
 
 def _write_message(stream: BinaryIO, message: Any) -> None:
-    """Writes and flushes a message."""
     body = json.dumps(message).encode()
-    stream.write(struct.pack("<Q", len(body)) + body)
+    stream.write(struct.pack(">Q", len(body)) + body)
     stream.flush()
 
 

@@ -148,8 +148,11 @@ def _confine(limits: "dict[str, Any]", parent: int) -> str:
         )
         home = confine.HOME
     os.chdir(home)
-    for resource_name, value in limits["rlimits"].items():
-        _set_limit(getattr(resource, resource_name), value)
+    for name, value in limits["rlimits"].items():
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (limit, limit))
     os.umask(0o077)
     if owner is not None:
         os.setgroups([])
@@ -200,9 +203,3 @@ def _become_child() -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
-
-
-def _set_limit(resource_kind: int, value: int) -> None:
-    hard = resource.getrlimit(resource_kind)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(resource_kind, (value, value))

@@ -63,34 +63,27 @@ def describe_sandbox(mode: str, url: str = "") -> str:
 def probe(without: Collection[str] = frozenset()) -> Guards:
     """Finds the strongest guards that work here; `without` names protections to treat as missing."""
     for guards in _candidates(frozenset(without)):
-        try:
-            result = launcher.run_program(_PROBE, guards=guards, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
-        except (launcher.NoSandbox, OSError):
+        result = _try(_PROBE, guards)
+        if result is None or result.status != 0 or result.printed.strip() != "1":
             continue
-        if result.status == 0 and result.printed.strip() == "1":
-            guards = guards if "folder quota" in without or guards.spaces != confine.NONE else _with_counter(guards)
-            return guards if "cgroup" in without else _with_groups(guards)
+        if "folder quota" not in without and guards.spaces == confine.NONE:
+            counted = dataclasses.replace(guards, counted=True)
+            result = _try(_WRITE_TOO_MUCH, counted)
+            guards = counted if result is not None and result.why == confine.TOO_MUCH else guards
+        if "cgroup" not in without:
+            grouped = dataclasses.replace(guards, groups=launcher.group_bases())
+            result = _try("print(1)", grouped)
+            guards = grouped if result is not None and result.status == 0 else guards
+        return guards
     return Guards()
 
 
-def _with_counter(guards: Guards) -> Guards:
-    """Adds the quota by the kernel's counter, where that stops a program."""
-    counted = dataclasses.replace(guards, counted=True)
+def _try(text: str, guards: Guards) -> Ran | None:
+    """Runs a program under the guards; None if these cannot be made here."""
     try:
-        result = launcher.run_program(_WRITE_TOO_MUCH, guards=counted, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
-    except (launcher.NoSandbox, OSError):
-        return guards
-    return counted if result.why == confine.TOO_MUCH else guards
-
-
-def _with_groups(guards: Guards) -> Guards:
-    """Adds control groups to the guards, where these can be made."""
-    grouped = dataclasses.replace(guards, groups=launcher.group_bases())
-    try:
-        result = launcher.run_program("print(1)", guards=grouped, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
-    except (launcher.NoSandbox, OSError):
-        return guards
-    return grouped if result.status == 0 else guards
+        return launcher.run_program(text, guards=guards, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+    except (NoSandbox, OSError):
+        return None
 
 
 def _candidates(without: Collection[str]) -> Iterator[Guards]:
@@ -237,8 +230,8 @@ def _run_by_service(
     }
     for attempt in range(_RETRIES + 1):
         try:
-            result = _parse_reply(_post(_check_url(url), body, time_s + MARGIN_S), tests is not None)
-            return Ran(result.status, result.printed, result.errors, result.replies, result.why, retries=attempt)
+            result = _parse_reply(_post(url, body, time_s + MARGIN_S), tests is not None)
+            return dataclasses.replace(result, retries=attempt)
         except _TemporaryFailure as e:
             if attempt == _RETRIES:
                 raise NoSandbox(f"the sandbox service failed {_RETRIES + 1} times; the last: {e}") from e

@@ -1,4 +1,4 @@
-"""System calls without a wrapper in Python's standard library, by ctypes."""
+"""System calls without a wrapper in Python's standard library, by ctypes. A call that fails raises OSError."""
 
 import ctypes
 import os
@@ -23,29 +23,24 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 
 
 def syscall(number: int, *args: object) -> int:
-    """Calls the kernel; raises OSError on failure."""
     returned = _LIBC.syscall(ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in args))
     return _checked(returned, f"syscall {number}")
 
 
 def prctl(option: int, value: int) -> None:
-    """Sets an attribute of this process; raises OSError on failure."""
     _checked(_LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 
 def unshare(flags: int) -> None:
-    """Moves this process to new namespaces; raises OSError on failure."""
     _checked(_LIBC.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """Mounts a file system; raises OSError on failure."""
     returned = _LIBC.mount(source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), options.encode())
     _checked(returned, f"mount on {target}")
 
 
 def unmount(target: str, flags: int) -> None:
-    """Unmounts a file system; raises OSError on failure."""
     _checked(_LIBC.umount2(os.fsencode(target), flags), f"umount {target}")
 
 

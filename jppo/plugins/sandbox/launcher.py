@@ -133,9 +133,8 @@ def _run_confined(
             os.chown(folder, guards.uid, guards.uid)
         limits = _make_limits(folder, guards, time_s, memory_bytes, job.get("read", []))
         if any(os.path.exists(f"{group}/{name}") for group in groups for name in _GROUP_PIDS):
-            del limits["rlimits"][
-                "RLIMIT_NPROC"
-            ]  # it counts all of the user's, so one program would take another's share
+            # It counts all of the user's, so one program would take another's share.
+            del limits["rlimits"]["RLIMIT_NPROC"]
         job = job | {"limits": limits | {"groups": groups, "programs": "command" in job}}
         excess = functools.partial(confine.excess, folder, user=guards.uid, counted=guards.counted)
         ran = _run_child(job, stdin, tests, folder, time_s, excess if guards.spaces == confine.NONE else None)
@@ -210,54 +209,54 @@ def _run_child(
         assert child.stdout is not None and child.stderr is not None
         stack.callback(child.stdout.close)
         stack.callback(child.stderr.close)
-        reader = _OutputReader(child, time.monotonic() + time_s, excess)
+        pipes = [child.stdout.fileno(), child.stderr.fileno(), replies_fd]
         try:
-            contents, why = reader.read([child.stdout.fileno(), child.stderr.fileno(), replies_fd])
+            contents, why = _read_output(child, pipes, time.monotonic() + time_s, excess)
         finally:
-            _kill(child)
+            if child.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
         printed, errors, reply_text = (data.decode("utf-8", "replace") for data in contents)
         status = None if why else child.returncode
         input_bytes = os.lseek(stdin_fd, 0, os.SEEK_CUR)
         return Ran(status, printed, errors, tuple(reply_text.split("\n")[:-1]), why, input_bytes=input_bytes)
 
 
-class _OutputReader:
-    """A reader of a process's output until it ends or must be killed."""
+def _read_output(
+    child: subprocess.Popen[bytes], pipes: Sequence[int], deadline: float, excess: _Excess | None
+) -> tuple[list[bytes], str]:
+    """Reads a process's pipes until it ends or must be killed; returns their contents, and why it must, or ''."""
 
-    def __init__(self, child: subprocess.Popen[bytes], deadline: float, excess: _Excess | None):
-        self._child, self._deadline, self._excess = child, deadline, excess
+    def wait_s() -> float:
+        seconds_left = max(0.0, deadline - time.monotonic())
+        return seconds_left if excess is None else min(seconds_left, _TICK_S)
 
-    def read(self, pipes: Sequence[int]) -> tuple[list[bytes], str]:
-        """Returns the pipes' contents, and why the process must be killed, or ''."""
-        contents = {fd: bytearray() for fd in pipes}
-        with selectors.DefaultSelector() as selector:
-            for fd in pipes:
-                selector.register(fd, selectors.EVENT_READ)
-            reason = ""
-            while selector.get_map() and not reason:
-                for key, _ in selector.select(self._wait_s()):
-                    chunk = os.read(key.fd, 2**16)
-                    contents[key.fd] += chunk
-                    if not chunk:
-                        selector.unregister(key.fd)
-                    if len(contents[key.fd]) > _OUTPUT_BYTES:
-                        reason = f"printed more than {_OUTPUT_BYTES} bytes"
-                reason = reason or self._kill_reason()
-        while not reason and self._child.poll() is None:  # it has closed its pipes
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(self._wait_s())
-            reason = self._kill_reason() if self._child.poll() is None else ""
-        return [bytes(contents[fd]) for fd in pipes], reason or self._folder_reason()
+    def folder_reason() -> str:
+        return excess(child.pid) if excess is not None else ""
 
-    def _wait_s(self) -> float:
-        seconds_left = max(0.0, self._deadline - time.monotonic())
-        return seconds_left if self._excess is None else min(seconds_left, _TICK_S)
+    def kill_reason() -> str:
+        return TOO_LONG if time.monotonic() >= deadline else folder_reason()
 
-    def _kill_reason(self) -> str:
-        return TOO_LONG if time.monotonic() >= self._deadline else self._folder_reason()
-
-    def _folder_reason(self) -> str:
-        return self._excess(self._child.pid) if self._excess is not None else ""
+    contents = {fd: bytearray() for fd in pipes}
+    reason = ""
+    with selectors.DefaultSelector() as selector:
+        for fd in pipes:
+            selector.register(fd, selectors.EVENT_READ)
+        while selector.get_map() and not reason:
+            for key, _ in selector.select(wait_s()):
+                chunk = os.read(key.fd, 2**16)
+                contents[key.fd] += chunk
+                if not chunk:
+                    selector.unregister(key.fd)
+                if len(contents[key.fd]) > _OUTPUT_BYTES:
+                    reason = f"printed more than {_OUTPUT_BYTES} bytes"
+            reason = reason or kill_reason()
+    while not reason and child.poll() is None:  # it has closed its pipes
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(wait_s())
+        reason = kill_reason() if child.poll() is None else ""
+    return [bytes(contents[fd]) for fd in pipes], reason or folder_reason()
 
 
 def _memory_file(stack: contextlib.ExitStack, data: bytes) -> int:
@@ -268,13 +267,6 @@ def _memory_file(stack: contextlib.ExitStack, data: bytes) -> int:
         f.write(data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 @functools.cache

@@ -15,16 +15,8 @@ import json
 import sys
 from typing import Any
 
-MUTABLE: dict[str, Any] = {
-    "list": list,
-    "dict": dict,
-    "set": set,
-    "bytearray": bytearray,
-    "deque": collections.deque,
-    "OrderedDict": collections.OrderedDict,
-    "Counter": collections.Counter,
-    "defaultdict": collections.defaultdict,
-}
+_MUTABLE = (list, dict, set, bytearray, collections.deque, collections.OrderedDict, collections.Counter)
+MUTABLE: dict[str, Any] = {kind.__name__: kind for kind in (*_MUTABLE, collections.defaultdict)}
 IMMUTABLE = (int, float, complex, str, bytes, tuple, frozenset)
 _COPIED: dict[str, Any] = {  # type, how it is sent, how it is made
     "complex": (complex, lambda v: [v.real, v.imag], lambda sent: complex(*sent)),
@@ -237,8 +229,10 @@ def _is_array(value: object) -> bool:
 
 def _make_empty(type_name: str, contents: Any, extra: Any) -> Any:
     """Makes a new container of a type, which is filled later."""
-    if type_name in ("ndarray", "float"):
-        return _decode_array(contents) if type_name == "ndarray" else float.fromhex(contents)
+    if type_name == "ndarray":
+        return _decode_array(contents)
+    if type_name == "float":
+        return float.fromhex(contents)
     return collections.deque(maxlen=extra) if type_name == "deque" else MUTABLE[type_name]()
 
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 from jppo.plugins.verl.name import GetKey, Unsupported, join_commas, required, value_or
@@ -20,7 +19,6 @@ def training_engine(get: GetKey) -> str:
 
 
 def _training_devices(get: GetKey) -> int:
-    """Returns the trainer's devices."""
     return int((get("trainer.nnodes") or 1) * (get("trainer.n_gpus_per_node") or 1))
 
 
@@ -28,12 +26,9 @@ def _sequence_size(get: GetKey) -> int:
     return int(get("A.ulysses_sequence_parallel_size") or 1)
 
 
-def _tensor_size(get: GetKey) -> int:
-    return int(get("A.megatron.tensor_model_parallel_size") or 1)
-
-
 def _data_devices(get: GetKey) -> int:
-    return max(1, _training_devices(get) // (_sequence_size(get) * _tensor_size(get)))
+    tensor_size = int(get("A.megatron.tensor_model_parallel_size") or 1)
+    return max(1, _training_devices(get) // (_sequence_size(get) * tensor_size))
 
 
 def expert(get: GetKey) -> int:
@@ -69,7 +64,6 @@ def mesh_data(get: GetKey) -> int:
 
 
 def _samples_apart(get: GetKey) -> bool:
-    """Whether the samplers have devices of their own."""
     return bool(get("rollout.nnodes") or get("R.nnodes"))
 
 
@@ -121,11 +115,9 @@ def publish_interval(get: GetKey) -> int:
     """Returns after how many updates verl publishes; jppo publishes after each step."""
     if fully_async(get):
         return int(get("async_training.trigger_parameter_sync_step") or 1)
-    return (
-        int(get("trainer.v1.separate_async.parameter_sync_step"))
-        if get("trainer.v1.trainer_mode") == "separate_async"
-        else 1
-    )
+    if get("trainer.v1.trainer_mode") == "separate_async":
+        return int(get("trainer.v1.separate_async.parameter_sync_step"))
+    return 1
 
 
 def batch(get: GetKey) -> int:
@@ -256,21 +248,16 @@ def _learns_score(get: GetKey) -> bool:
     return bool(value_or(get(f"{_DISTILLED}.use_task_rewards"), True))
 
 
-def distilled(setting: str) -> Callable[[GetKey], Any]:
-    """Makes the function that returns a setting's value under distillation from a teacher; None without it."""
-
-    def value_of_setting(get: GetKey) -> Any:
-        if not get("distillation.enabled"):
-            return None
-        kind = _KINDS.get(get(f"{_DISTILLED}.loss_mode") or "k3")
-        if get(f"{_DISTILLED}.use_policy_gradient"):
-            reward = {"algorithm.use_kl_in_reward": True, "algorithm.kl_coef": 1.0, "algorithm.gamma": 0.0}
-            return (reward | {"algorithm.kl_penalty": kind}).get(setting)
-        coef = value_or(get(f"{_DISTILLED}.distillation_loss_coef"), 1.0) if _learns_score(get) else 1.0
-        loss = {"actor.use_kl_loss": True, "actor.kl_loss_coef": coef, "actor.kl_loss_type": kind}
-        return loss.get(setting)
-
-    return value_of_setting
+def distilled(get: GetKey) -> dict[str, Any]:
+    """Returns the settings of distillation from a teacher; none without it."""
+    if not get("distillation.enabled"):
+        return {}
+    kind = _KINDS.get(get(f"{_DISTILLED}.loss_mode") or "k3")
+    if get(f"{_DISTILLED}.use_policy_gradient"):
+        reward = {"algorithm.use_kl_in_reward": True, "algorithm.kl_coef": 1.0, "algorithm.gamma": 0.0}
+        return reward | {"algorithm.kl_penalty": kind}
+    coef = value_or(get(f"{_DISTILLED}.distillation_loss_coef"), 1.0) if _learns_score(get) else 1.0
+    return {"actor.use_kl_loss": True, "actor.kl_loss_coef": coef, "actor.kl_loss_type": kind}
 
 
 DISTILLED = ("algorithm.use_kl_in_reward", "algorithm.kl_coef", "algorithm.kl_penalty", "algorithm.gamma",
@@ -296,10 +283,9 @@ def teacher_fault(key: str, value: Any, get: GetKey) -> str:
             "the teacher in the reward together with a score; set use_task_rewards=False, or use_policy_gradient=False"
         )
     models = key.removeprefix("distillation.teacher_models.")
-    has_several = models != key and not models.startswith("teacher_model.")
-    return (
-        "several teachers; leave out distillation.teacher_models, serve each by vLLM, and set"
-        " ref.url=SOURCE=ADDRESS,SOURCE=ADDRESS with the data_source of its rows"
-        if has_several
-        else ""
-    )
+    if models != key and not models.startswith("teacher_model."):
+        return (
+            "several teachers; leave out distillation.teacher_models, serve each by vLLM, and set"
+            " ref.url=SOURCE=ADDRESS,SOURCE=ADDRESS with the data_source of its rows"
+        )
+    return ""

@@ -127,7 +127,6 @@ def join_commas(value: Any) -> str:
 
 
 def has_adapters(get: GetKey) -> bool:
-    """Whether the policy has adapters."""
     return bool(lora_rank(get) or get("M.lora_adapter_path"))
 
 

@@ -152,6 +152,10 @@ def _by_policy(section: str, name: str) -> Callable[[GetKey], Any]:
     return lambda get: True if get(f"{section}.offload_policy") and get(f"{section}.{name}") is not True else None
 
 
+def _distilled(setting: str) -> Callable[[GetKey], Any]:
+    return lambda get: distilled(get).get(setting)
+
+
 _MESH = (
     "A.fsdp_config.fsdp_size A.ulysses_sequence_parallel_size A.megatron.tensor_model_parallel_size"
     " A.megatron.expert_model_parallel_size trainer.nnodes trainer.n_gpus_per_node"
@@ -194,17 +198,16 @@ FOLLOWING: dict[str, tuple[Callable[[GetKey], Any], str, str]] = {
     },
     "rollout.engine_args": (engine_options, "R.engine_kwargs.vllm R.engine_kwargs.sglang R.expert_parallel_size",
       "KEY=VALUE is --key VALUE; expert_parallel_size is --enable-expert-parallel"),
-    **{
-        f"model.{setting}": (adapter_field(field), "M.lora_adapter_path", "of the adapters that the policy starts from")
-        for setting, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha"))
-    },
-    **{name: (distilled(name), "distillation.enabled", "distillation from verl's teacher") for name in DISTILLED},
+    "model.lora_rank": (lambda get: adapter_field(get, "r"), "M.lora_adapter_path",
+      "of the adapters that the policy starts from"),
+    **{name: (_distilled(name), "distillation.enabled", "distillation from verl's teacher") for name in DISTILLED},
     "reward.weights": (_reward_weights, "RM.enable FUNCTION.path OVERLONG.enable",
       "verl's reward model scores alone, the overlong penalty is taken off by its factor"),
     "reward.sandbox": (lambda get: "container" if get("BOX.url") else None, "BOX.url",
       "reward.sandbox_fusion.url names a service"),
-    "model.lora_alpha": (lambda get: 32 if get("M.lora.rank") else None, "M.lora.rank",
-      "32 is the default of Megatron's adapters"),
+    "model.lora_alpha": (lambda get: 32 if get("M.lora.rank") else adapter_field(get, "lora_alpha"),
+      "M.lora.rank M.lora_adapter_path",
+      "of the adapters that the policy starts from; 32 is the default of Megatron's"),
     "reward.model.max_length": (_scored_length, "RM.enable", "verl's reward model reads all of prompt and response"),
     "trainer.run_dir": (
       lambda get: None if get("trainer.default_local_dir") else f"runs/{get('trainer.experiment_name') or 'run'}",

@@ -171,25 +171,21 @@ def critic_lora(value: int, get: GetKey) -> int:
     return required(value, has_adapters(get) or value, "the policy has no adapters either")
 
 
-def adapter_field(field: str) -> Callable[[GetKey], Any]:
-    """Makes the function that reads a field of the starting adapters' config; None where a rank is given."""
-
-    def read_field(get: GetKey) -> Any:
-        if not (path := get("M.lora_adapter_path")) or lora_rank(get):
-            return None
-        try:
-            return json.loads(pathlib.Path(path, "adapter_config.json").expanduser().read_text("utf-8"))[field]
-        except (OSError, ValueError, KeyError) as e:
-            raise UserError(
-                f"{path}: no {field} can be read from its adapter_config.json ({first_line(e)}); give"
-                " actor_rollout_ref.model.lora_rank and lora_alpha"
-            ) from e
-
-    return read_field
+def adapter_field(get: GetKey, field: str) -> Any:
+    """Returns a field of the starting adapters' config; None where a rank is given."""
+    if not (path := get("M.lora_adapter_path")) or lora_rank(get):
+        return None
+    try:
+        return json.loads(pathlib.Path(path, "adapter_config.json").expanduser().read_text("utf-8"))[field]
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(
+            f"{path}: no {field} can be read from its adapter_config.json ({first_line(e)}); give"
+            " actor_rollout_ref.model.lora_rank and lora_alpha"
+        ) from e
 
 
 def adapter(value: str | None, get: GetKey) -> str:
-    return required(value, adapter_field("r")(get) or lora_rank(get), "read only with the rank")
+    return required(value, adapter_field(get, "r") or lora_rank(get), "read only with the rank")
 
 
 def modules(value: Any, _: GetKey) -> str:

@@ -546,7 +546,7 @@ def test_what_a_library_prints_is_no_message_of_the_worker(monkeypatch, capfdbin
         os.close(output)
         files[0].close()
     out, err = capfdbinary.readouterr()
-    assert json.loads(out[8:]) == {"refused": "no model"} and int.from_bytes(out[:8], "little") == len(out) - 8
+    assert json.loads(out[8:]) == {"refused": "no model"} and int.from_bytes(out[:8], "big") == len(out) - 8
     assert err == b"from a library"
 
 

@@ -23,8 +23,7 @@ class Api(NamedTuple):
 
 def _read_chat(body: Body) -> Request:
     """Reads a request of OpenAI's chat completions."""
-    r.refuse(body, "response_format", ["text"], r.NOT_CONSTRAINED)
-    r.refuse(body, "tool_choice", ["auto", "none"], r.NOT_CONSTRAINED)
+    r.refuse_constraint(body, "response_format", ["text"])
     r.unsupported_sampling(body)
     r.unsupported(body, functions=[], function_call="auto", modalities=["text"], web_search_options=None)
     r.unsupported(body, continue_final_message=False, add_generation_prompt=True, chat_template_kwargs={})
@@ -68,15 +67,12 @@ def _chat_call(call: Any) -> Message:
 
 
 def _write_chat(reply: Reply, request: Request) -> dict[str, Any]:
-    choices = [
-        {
-            "index": i,
-            "message": {"role": "assistant", "content": _chat_content(choice), "refusal": None} | _chat_calls(choice),
-            "logprobs": _chat_logprobs(choice) if request.logprobs else None,
-            "finish_reason": choice.finish,
-        }
-        for i, choice in enumerate(reply.choices)
-    ]
+    choices = []
+    for i, choice in enumerate(reply.choices):
+        content = None if choice.calls and not choice.text else choice.text
+        message = {"role": "assistant", "content": content, "refusal": None} | _chat_calls(choice)
+        logprobs = _chat_logprobs(choice) if request.logprobs else None
+        choices.append({"index": i, "message": message, "logprobs": logprobs, "finish_reason": choice.finish})
     return _completion_head(reply, "chat.completion") | {"choices": choices, "usage": _usage(reply)}
 
 
@@ -96,7 +92,6 @@ def _chat_events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]]:
 
 
 def _usage(reply: Reply) -> dict[str, int]:
-    """Returns the token counts."""
     prompt, completion = reply.prompt_tokens, reply.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -104,10 +99,6 @@ def _usage(reply: Reply) -> dict[str, int]:
 def _completion_head(reply: Reply, kind: str, prefix: str = "chatcmpl-") -> dict[str, Any]:
     """Returns the fields that every object of OpenAI's completions begins with."""
     return {"id": prefix + reply.id, "object": kind, "created": reply.created, "model": reply.model}
-
-
-def _chat_content(choice: Choice) -> str | None:
-    return None if choice.calls and not choice.text else choice.text
 
 
 def _chat_calls(choice: Choice) -> dict[str, Any]:
@@ -119,10 +110,11 @@ def _chat_calls(choice: Choice) -> dict[str, Any]:
 
 
 def _chat_logprobs(choice: Choice) -> dict[str, Any]:
-    def token_entry(token: str, logprob: float) -> dict[str, Any]:
-        return {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-
-    return {"content": [token_entry(*token) for token in choice.tokens], "refusal": None}
+    entries = [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, logprob in choice.tokens
+    ]
+    return {"content": entries, "refusal": None}
 
 
 def _read_completion(body: Body) -> Request:
@@ -181,7 +173,7 @@ _REASON = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 def _read_messages(body: Body) -> Request:
     """Reads a request of Anthropic's messages."""
-    r.refuse(body, "tool_choice", ["auto", "none"], r.NOT_CONSTRAINED)
+    may_call = r.may_call(body)
     choice = r.optional(body, "tool_choice", dict, {})
     r.unsupported(body, output_format=None, mcp_servers=[], container=None)
     r.unsupported(r.optional(body, "output_config", dict, {}), format=None)
@@ -195,7 +187,7 @@ def _read_messages(body: Body) -> Request:
             stop=r.text_list(body, "stop_sequences"),
             stream=r.optional(body, "stream", bool, False),
             parallel=not r.optional(choice, "disable_parallel_tool_use", bool, False),
-            calls=r.may_call(body),
+            calls=may_call,
         )
     )
 
@@ -275,8 +267,7 @@ _RESPONSE_ID = "resp_"
 
 def _read_response(body: Body, earlier: Mapping[str, tuple[Message, ...]]) -> Request:
     """Parses a request; `earlier` has the conversation up to each earlier response, without instructions."""
-    r.refuse(r.optional(body, "text", dict, {}), "format", ["text"], r.NOT_CONSTRAINED)
-    r.refuse(body, "tool_choice", ["auto", "none"], r.NOT_CONSTRAINED)
+    r.refuse_constraint(r.optional(body, "text", dict, {}), "format", ["text"])
     r.unsupported_sampling(body)
     r.unsupported(body, conversation=None, background=False, prompt=None, top_logprobs=0)
     previous_id = r.optional(body, "previous_response_id", str)
@@ -326,13 +317,23 @@ def _write_response(reply: Reply, request: Request) -> dict[str, Any]:
     cut = choice.finish == "length"
     details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     prompt, completion = reply.prompt_tokens, reply.completion_tokens
-    return _response_head(reply) | {
-        "status": "incomplete" if cut else "completed",
-        "parallel_tool_calls": request.parallel,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _output_items(reply),
-        "usage": {"input_tokens": prompt, "output_tokens": completion, "total_tokens": prompt + completion} | details,
-    }
+    head = {"id": _RESPONSE_ID + reply.id, "object": "response", "created_at": reply.created, "model": reply.model}
+    unset = dict.fromkeys(("error", "instructions", "temperature", "top_p"))
+    return (
+        head
+        | unset
+        | {
+            "tool_choice": "auto",
+            "tools": [],
+            "metadata": {},
+            "status": "incomplete" if cut else "completed",
+            "parallel_tool_calls": request.parallel,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": _output_items(reply),
+            "usage": {"input_tokens": prompt, "output_tokens": completion, "total_tokens": prompt + completion}
+            | details,
+        }
+    )
 
 
 def _response_events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]]:
@@ -362,12 +363,6 @@ def _response_events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]
     events.append({"type": f"response.{response['status']}", "response": response})
     for number, event in enumerate(events):
         yield event["type"], event | {"sequence_number": number}
-
-
-def _response_head(reply: Reply) -> dict[str, Any]:
-    fixed: dict[str, Any] = {"tool_choice": "auto", "tools": [], "error": None}
-    fields = {"id": _RESPONSE_ID + reply.id, "object": "response", "created_at": reply.created, "model": reply.model}
-    return fields | fixed | {"instructions": None, "metadata": {}, "temperature": None, "top_p": None}
 
 
 def _output_items(reply: Reply) -> list[dict[str, Any]]:

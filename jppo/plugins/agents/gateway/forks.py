@@ -25,7 +25,6 @@ from jppo import child_process
 from jppo.registry import resolve
 
 CRASHED, NOT_FOUND = 70, 127  # exit codes: an uncaught exception, of a function or here; a command that cannot start
-_AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def main(channel: socket.socket, work: Callable[[], int]) -> None:
@@ -53,8 +52,10 @@ def _fork_for_each(channel: socket.socket, wake_read: int, work: Callable[[], in
         ready, _, _ = select.select([channel.fileno(), wake_read], [], [])
         if wake_read in ready:
             os.read(wake_read, 2**12)
-            for pid, code in _reap_guards(running):
-                channel.send(json.dumps({"id": running.pop(pid), "code": code}).encode())
+            statuses = [os.waitpid(pid, os.WNOHANG) for pid in running]
+            for pid, status in [ended for ended in statuses if ended[0]]:
+                report = {"id": running.pop(pid), "code": os.waitstatus_to_exitcode(status)}  # of the guard's program
+                channel.send(json.dumps(report).encode())
         if channel.fileno() in ready:
             data, files, _, _ = socket.recv_fds(channel, 2**16, 3)
             if not data:
@@ -72,19 +73,13 @@ def _fork_for_each(channel: socket.socket, wake_read: int, work: Callable[[], in
             channel.send(json.dumps({"id": message["id"]}).encode())
 
 
-def _reap_guards(running: dict[int, int]) -> list[tuple[int, int]]:
-    """Returns the guards that have ended, with the exit codes of their programs."""
-    statuses = [os.waitpid(pid, os.WNOHANG) for pid in running]
-    return [(pid, os.waitstatus_to_exitcode(status)) for pid, status in statuses if pid]
-
-
 def _guard(work: Callable[[], int], env: dict[str, str], files: list[int], channel: socket.socket) -> NoReturn:
     """Forks the program of an episode; after its end, or at SIGTERM, kills its descendants and ends as it did."""
     code, guard, server = CRASHED, os.getpid(), os.getppid()
     try:
         signal.set_wakeup_fd(-1)
         channel.close()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+        signal.pthread_sigmask(signal.SIG_BLOCK, child_process.GUARDED)
         child_process.inherit_orphans()
         child_process.end_with_parent(server, signal.SIGTERM)
         for i, file in enumerate(files):
@@ -93,7 +88,7 @@ def _guard(work: Callable[[], int], env: dict[str, str], files: list[int], chann
         if (program := os.fork()) == 0:
             child_process.end_with_parent(guard, signal.SIGKILL)
             _run_program(work, env)
-        code = _wait_for_program(program)
+        code = child_process.guard(program)
         child_process.kill_all()
     except BaseException:
         traceback.print_exc()
@@ -101,21 +96,12 @@ def _guard(work: Callable[[], int], env: dict[str, str], files: list[int], chann
         child_process.exit_like(code)
 
 
-def _wait_for_program(program: int) -> int:
-    """Returns the program's exit code; at SIGTERM, the code of a killed program."""
-    while signal.sigwait(_AWAITED) != signal.SIGTERM:
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # also orphans
-            if ended[0] == program:
-                return os.waitstatus_to_exitcode(ended[1])
-    return -signal.SIGKILL
-
-
 def _run_program(work: Callable[[], int], env: dict[str, str]) -> NoReturn:
     """Does the work in a fork, which ends with the work's exit code."""
     code = CRASHED
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, child_process.GUARDED)
         os.setpgid(0, 0)
         os.environ.update(env)
         code = work()
@@ -159,19 +145,17 @@ def _execute(command: list[str]) -> int:
         return NOT_FOUND
 
 
-def _serve(channel: socket.socket, kind: str, *words: str) -> None:
-    work = functools.partial(_execute, list(words))
-    if kind == "function":
-        work = functools.partial(call_with_task, resolve(words[0], "rollout.agent"))
-    channel.send(json.dumps({"ready": True}).encode())
-    main(channel, work)
-
-
 if __name__ == "__main__":
     sys.path.append(os.getcwd())  # last: started with -P, a file json.py in it is not Python's own
     code = CRASHED
     try:
-        _serve(socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:])
+        fd, kind, *words = sys.argv[1:]
+        channel = socket.socket(fileno=int(fd))
+        work = functools.partial(_execute, words)
+        if kind == "function":
+            work = functools.partial(call_with_task, resolve(words[0], "rollout.agent"))
+        channel.send(json.dumps({"ready": True}).encode())
+        main(channel, work)
         code = 0
     except BaseException:
         traceback.print_exc()

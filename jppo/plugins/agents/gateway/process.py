@@ -86,12 +86,6 @@ def episode_variables(url: str, key: str) -> dict[str, str]:
     return env | dict.fromkeys(("NO_PROXY", "no_proxy"), hosts)
 
 
-def _inherited_environment() -> dict[str, str]:
-    """Returns the trainer's environment without the servers' keys, with a path to jppo."""
-    variables = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED}
-    return variables | {"PYTHONPATH": child_process.python_path()}
-
-
 class Program:
     """A process that forks for every episode (`forks.py`): a function's imports are paid for once, all end with it."""
 
@@ -145,10 +139,12 @@ class Program:
         self._channel, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._ready = loop.create_future()
+        env = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED}
         with child_socket:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", _FORKS, str(child_socket.fileno()), *self._work),
-                stdin=asyncio.subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=_inherited_environment(),
+                stdin=asyncio.subprocess.DEVNULL, stdout=self._log, stderr=self._log,
+                env=env | {"PYTHONPATH": child_process.python_path()},
                 pass_fds=[child_socket.fileno()], start_new_session=True,
             )  # fmt: skip
         loop.add_reader(self._channel, self._read_message)

@@ -46,7 +46,6 @@ class ToolCall:
 
     @property
     def text(self) -> str:
-        """Returns the arguments as JSON."""
         return json.dumps(self.arguments)
 
 
@@ -84,7 +83,6 @@ class Reply:
 
     @property
     def completion_tokens(self) -> int:
-        """Returns the number of sampled tokens."""
         return sum(choice.length for choice in self.choices)
 
 
@@ -110,7 +108,6 @@ def optional(body: Any, name: str, kind: type | tuple[type, ...], default: Any =
 
 
 def required(body: Any, name: str, kind: type | tuple[type, ...]) -> Any:
-    """Returns a required field."""
     value = optional(body, name, kind)
     if value is None:
         raise BadRequest(f"{short(body)} lacks {name!r}")
@@ -163,7 +160,8 @@ def list_tools(body: Body, kind: str) -> list[Any]:
 
 
 def may_call(body: Body) -> bool:
-    """Whether `tool_choice` leaves tool calls to the policy."""
+    """Whether `tool_choice` lets the policy call tools; BadRequest if it has to."""
+    refuse_constraint(body, "tool_choice", ["auto", "none"])
     choice = body.get("tool_choice")
     return (choice.get("type") if isinstance(choice, dict) else choice) != "none"
 
@@ -178,12 +176,15 @@ def schema(function: Any, parameters: str = "parameters") -> Schema:
     return {"type": "function", "function": {**head, "parameters": params}}
 
 
-def refuse(body: Body, field: str, allowed: Sequence[Any], why: str) -> None:
+def refuse_constraint(body: Body, field: str, allowed: Sequence[Any]) -> None:
     """BadRequest if a field asks for what the policy cannot be held to."""
     value = body.get(field)
     kind = value.get("type") if isinstance(value, Mapping) else value
     if kind is not None and kind not in allowed:
-        raise BadRequest(f"{field}={short(kind)}: {why}; leave it out, or use {', '.join(map(repr, allowed))}")
+        raise BadRequest(
+            f"{field}={short(kind)}: the policy's sampling is not constrained in training; leave it out, or use"
+            f" {', '.join(map(repr, allowed))}"
+        )
 
 
 def unsupported(body: Body, **neutral: Any) -> None:
@@ -205,6 +206,3 @@ def require_answerable(request: Request) -> Request:
     if request.text is None and (not request.messages or request.messages[-1]["role"] == "assistant"):
         raise BadRequest("the messages must not be empty and must end with another role than 'assistant'")
     return request
-
-
-NOT_CONSTRAINED = "the policy's sampling is not constrained in training"
