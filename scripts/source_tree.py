@@ -21,20 +21,13 @@ def packages() -> Iterator[str]:
             yield from textwrap.wrap(names, 132, initial_indent="    ", subsequent_indent="    ")
 
 
-def files(name: str) -> Iterator[str]:
-    """Yields each Python file of a folder with the first line of its description."""
-    for path in sorted((ROOT / name).glob("*.py")):
-        yield f"{f'{name}/{path.name}':<32} {textwrap.shorten(_about(path), 90, placeholder=' ...')}"
-
-
 def _about(path: pathlib.Path) -> str:
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0].rstrip(".")
 
 
 def page() -> str:
     """Returns docs/architecture.md with the current tree."""
-    lines = [*packages(), "", *files("configs")]
-    return SECTION.sub(lambda _: "".join(f"{line}\n" for line in lines), PAGE.read_text(encoding="utf-8"))
+    return SECTION.sub(lambda _: "".join(f"{line}\n" for line in packages()), PAGE.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":
