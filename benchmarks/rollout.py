@@ -36,12 +36,12 @@ from jppo import process, settings
 from jppo.errors import UserError
 from jppo.models import config_reader, decoder, hf_write
 from jppo.models.config import ModelConfig
+from jppo.plugins.carriers.buckets import StreamPublisher, Tcp
 from jppo.rollout.make import open_engine, published_dtype, servers_gpu_share
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import check_vllm
-from jppo.rollout.vllm.buckets import StreamPublisher, Tcp
 from jppo.rollout.vllm.publish import Buffers, FilePublisher, Parcel, call_workers
 from jppo.samples.make import step_sampling
 from jppo.types import Params, Prompt

@@ -16,7 +16,7 @@ from jppo.settings import table
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # The optional rooms. The core loads one by name (`jppo/plugins/__init__.py`); only commands import them.
-PLUGINS = ("agents", "judge", "loggers", "report", "reward_models", "sandbox", "sglang", "tinker", "verl")
+PLUGINS = ("agents", "carriers", "judge", "loggers", "report", "reward_models", "sandbox", "sglang", "tinker", "verl")
 NEEDS = {"agents": ("sandbox",), "verl": ("sandbox",)}  # what a plugin imports of others
 
 # A place may import the places of the rows above its own.
@@ -54,10 +54,10 @@ COMMANDS_BELOW = ("jppo.data.check", "jppo.data.math", "jppo.rewards.check")
 
 # Packages that few may import: a module, or all modules below a package.
 ONLY_IN = {
-    "vllm": ("jppo.rollout.vllm.weight_engine", "jppo.rollout.vllm.kept"),
+    "vllm": ("jppo.plugins.carriers.weight_engine", "jppo.rollout.vllm.kept"),
     "torch": (
         "jppo.rollout.vllm.worker",
-        "jppo.rollout.vllm.weight_engine",
+        "jppo.plugins.carriers.weight_engine",
         "jppo.plugins.reward_models.torch_worker",
         "jppo.preflight.parity_worker",
         "jppo.plugins.reward_models.convert_worker",
@@ -117,11 +117,11 @@ NO_MORE_THAN = {
     "jppo.statistics": PURE - {"jax", "chex"},
     "configs": {"ml_collections"},
     # what runs in vLLM's process, whose environment may have no more of jppo's dependencies
-    "jppo.rollout.vllm.weight_engine": {*sys.stdlib_module_names, "torch", "vllm"},
+    "jppo.plugins.carriers.weight_engine": {*sys.stdlib_module_names, "torch", "vllm"},
     "jppo.rollout.vllm.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers"},
     "jppo.rollout.vllm.kept": {*sys.stdlib_module_names, "numpy", "vllm"},
     "jppo.rollout.vllm.layout": {*sys.stdlib_module_names, "numpy"},
-    "jppo.rollout.vllm.transports": {*sys.stdlib_module_names},
+    "jppo.plugins.carriers.transports": {*sys.stdlib_module_names},
     "jppo.plugins.reward_models.torch_worker": {*sys.stdlib_module_names, "torch", "transformers"},
     "jppo.plugins.reward_models.convert_worker": {*sys.stdlib_module_names, "torch", "transformers", "safetensors"},
     "jppo.preflight.parity_worker": {*sys.stdlib_module_names, "torch", "transformers"},
@@ -143,13 +143,13 @@ OF_JPPO = {
     "jppo.algorithms": ("jppo.types", "jppo.algorithms"),
     "jppo.statistics": (),
     "configs": ("jppo.settings", "jppo.errors"),
-    "jppo.rollout.vllm.weight_engine": (
+    "jppo.plugins.carriers.weight_engine": (
         "jppo.rollout.vllm.layout",
-        "jppo.rollout.vllm.transports",
+        "jppo.plugins.carriers.transports",
         "jppo.rollout.vllm.worker",
     ),
     "jppo.rollout.vllm.worker": ("jppo.rollout.vllm.layout",),
-    "jppo.rollout.vllm.transports": ("jppo.rollout.vllm.layout",),
+    "jppo.plugins.carriers.transports": ("jppo.rollout.vllm.layout",),
     "jppo.rollout.vllm.kept": (),
     "jppo.rollout.vllm.layout": (),
     "jppo.plugins.reward_models.torch_worker": (),
@@ -427,7 +427,7 @@ def test_the_walk_sees_the_project():
         ("jppo.algorithms.kl", "import jax.numpy as jnp", None),
         ("jppo.rollout.servers.member", "def f():\n    import vllm", "jppo.rollout.vllm.kept may"),
         ("jppo.rollout.vllm.worker", "import vllm", "only inside the function"),
-        ("jppo.rollout.vllm.weight_engine", "from vllm import LLM", None),
+        ("jppo.plugins.carriers.weight_engine", "from vllm import LLM", None),
         ("jppo.rollout.vllm.worker", "from jppo.types import Prompt", "only jppo.rollout.vllm.layout"),
         ("jppo.rollout.vllm.layout", "from jppo.rollout import protocol as sampler", "may import of jppo only nothing"),
         ("jppo.data.rows", "def f():\n    import tensorflow_datasets as tfds", None),

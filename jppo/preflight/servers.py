@@ -11,14 +11,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jppo import process
+from jppo import plugins, process
 from jppo.distributed.hosts import ALONE
 from jppo.forecast.machines import GIB, HOST, Machine
 from jppo.learner import sharding
 from jppo.models import attention
 from jppo.models.config import ModelConfig
 from jppo.rollout.make import may_overlap
-from jppo.rollout.vllm.buckets import BUCKET
 from jppo.run.agreement import PROBE_ROUNDS, PROBES
 from jppo.run.make import wants_critic
 from jppo.settings import Settings
@@ -140,7 +139,8 @@ def server_work(c: Settings, mesh: Any, weights: int, policy: int) -> ServerWork
 def publish_seconds(work: ServerWork, machine: Machine) -> float:
     """Forecasts the seconds of a publish: gathering, sending and loading the weights."""
     chip, size = machine.chip, work.weights
-    request_s = -(-size // BUCKET) * REQUESTS_S[0]
+    requests: int = -(-size // plugins.load("carriers.buckets").BUCKET)
+    request_s = requests * REQUESTS_S[0]
     remote_share = (machine.groups - 1) / machine.groups  # of the weights, which a host gets from others
     gather_s = size * remote_share / machine.each / chip.network / chip.shares["network"].value
     if work.via in ("nccl", "ipc"):

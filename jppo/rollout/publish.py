@@ -4,7 +4,7 @@
         -> `load` in servers/delivery.py: all servers or none
         -> vllm/publish.py with layout.py: the file, and the requests to the workers -> vllm/worker.py
 
-Without a file, `vllm/buckets.py` stands in for the file of `vllm/publish.py`, and `vllm/weight_engine.py` for the
+Without a file, the plugin `carriers` stands in for the file of `vllm/publish.py`, and its `weight_engine.py` for the
 worker's reading of it. A publish runs concurrently with the critic's update where possible. The in-process engine gets
 the trainer's own arrays.
 """

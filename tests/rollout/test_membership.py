@@ -17,7 +17,7 @@ from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.repair import address_lookup
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.settings import texts
-from tests.rollout import test_buckets
+from tests.plugins.carriers import test_buckets
 from tests.rollout.conftest import INFO, FakeServer
 from tests.rollout.test_fleet import PROMPTS, REVIVED, SAMPLING, SWAP, TENSORS, asked, serve, until, whole
 

@@ -6,15 +6,16 @@ import re
 import numpy as np
 import pytest
 
+from jppo.plugins.carriers import buckets, transports
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, layout, transports
+from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.client import start_vllm
+from tests.plugins.carriers.test_nccl import UPDATE, engine, library, needs_cc, works  # noqa: F401 (fixtures)
 from tests.rollout.conftest import INFO
 from tests.rollout.test_fleet import serve, until
-from tests.rollout.test_nccl import UPDATE, engine, library, needs_cc, works  # noqa: F401 (fixtures)
 
 
 def published_share(sampler):
@@ -134,7 +135,7 @@ def takes_another_base(run, patch):
 
 
 def loads_a_file(run, _):
-    from jppo.rollout.vllm.weight_engine import Receiver
+    from jppo.plugins.carriers.weight_engine import Receiver
 
     worker = Receiver()
     worker.weight_transfer_engine = run.fakes[1].engines[0]

@@ -17,10 +17,11 @@ import pytest
 
 from jppo.errors import UserError
 from jppo.models import hf
+from jppo.plugins.carriers import buckets
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import arguments, buckets, publish
+from jppo.rollout.vllm import arguments, publish
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.publish import Buffers
 from jppo.types import OVERFLOW, Prompt
@@ -656,7 +657,7 @@ KILLED = """
 import json, os, signal, sys
 import numpy as np
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets
+from jppo.plugins.carriers import buckets
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.publish import call_workers

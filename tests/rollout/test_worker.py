@@ -197,7 +197,8 @@ def test_only_what_was_checked_is_loaded_and_only_once(tmp_path):
 
 
 def test_a_scalar_and_an_empty_tensor_arrive(tmp_path):
-    from jppo.rollout.vllm import buckets, worker
+    from jppo.plugins.carriers import buckets
+    from jppo.rollout.vllm import worker
 
     tensors = {"scale": np.array(2.5, np.float32), "none": np.zeros((0, 3), np.float32)}
     entries, views = buckets.checksummed(list(tensors.items()))

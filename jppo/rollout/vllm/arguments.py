@@ -17,7 +17,7 @@ from jppo.rollout.servers.member import HOST, ServerProgram
 
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "jppo.rollout.vllm.worker.WeightLoader"
-RECEIVER = "jppo.rollout.vllm.weight_engine.Receiver"  # an extension with an engine for vLLM's weight transfer
+RECEIVER = "jppo.plugins.carriers.weight_engine.Receiver"  # an extension with an engine for vLLM's weight transfer
 REPLAY = "jppo.rollout.vllm.kept"  # module of workers and schedulers for replay
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 

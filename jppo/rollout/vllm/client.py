@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from jppo import plugins
 from jppo.errors import UserError
 from jppo.rollout.protocol import Kept, RolloutError
 from jppo.rollout.servers import guard, replies
@@ -31,7 +32,7 @@ from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.member import Server, ServerFacts, ServerLimits, check_ports
 from jppo.rollout.servers.repair import Lookup
-from jppo.rollout.vllm import arguments, buckets, device_carriers
+from jppo.rollout.vllm import arguments
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.publish import Buffers, FilePublisher, call_workers
 from jppo.types import OVERFLOW, Sampling, Trajectory
@@ -179,6 +180,20 @@ def _read_kept(mask: Any, tokens: Sequence[int], most_kept: int, vocab_size: int
     return [np.array(ids if len(ids) <= most_kept else [OVERFLOW], np.int32) for ids in ids_of_samples]
 
 
+def _make_publisher(settings: ServerSettings, buffers: Buffers, host: str, timeout_s: float) -> FilePublisher:
+    """Makes the publisher that carries weights as `rollout.publish_via` says."""
+    if settings.publish_via == "file":
+        return FilePublisher(buffers)
+    buckets = plugins.load("carriers.buckets")
+    if settings.publish_via == "tcp":
+        carrier = buckets.Tcp(host, timeout_s)
+    else:
+        devices = plugins.load("carriers.device_carriers")
+        carrier = devices.make_nccl_carrier() if settings.publish_via == "nccl" else devices.make_ipc_carrier()
+    publisher: FilePublisher = buckets.StreamPublisher(buffers, carrier, changes=settings.publish_delta)
+    return publisher
+
+
 def start_vllm(
     model_dir: str,
     run_dir: str,
@@ -218,14 +233,7 @@ def start_vllm(
         check_ports(settings.port, settings.servers)
     spare_folders = [] if urls else [run_dir, tempfile.gettempdir()]  # other machines do not see them
     buffers = Buffers(publish_dir, named=settings.lora_rank > 0, spare=spare_folders)
-    publisher = FilePublisher(buffers)
-    if settings.publish_via == "tcp":
-        carrier = buckets.Tcp(publish_host, limits.request_timeout_s)
-        publisher = buckets.StreamPublisher(buffers, carrier, changes=settings.publish_delta)
-    elif settings.publish_via == "nccl":
-        publisher = buckets.StreamPublisher(buffers, device_carriers.make_nccl_carrier())
-    elif settings.publish_via == "ipc":
-        publisher = buckets.StreamPublisher(buffers, device_carriers.make_ipc_carrier())
+    publisher = _make_publisher(settings, buffers, publish_host, limits.request_timeout_s)
     for i in range(0 if urls else settings.servers):
         program = arguments.vllm_program(
             i, model=model, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder

@@ -4,7 +4,7 @@
 
 `servers/delivery.py` runs these steps; pause and resume are vLLM's routes of these names. `require_ok` calls a
 method of `worker.py` in every worker of a server, by vLLM's `/collective_rpc`; a file that any worker refuses changes
-nothing on any server. `buckets.py` publishes without a file.
+nothing on any server. The plugin `carriers` publishes without a file.
 """
 
 import dataclasses

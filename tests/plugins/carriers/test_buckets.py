@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from jppo.errors import UserError
+from jppo.plugins.carriers import buckets, transports
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, layout, transports
+from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.layout import Staging
 from jppo.settings import default
@@ -297,10 +298,10 @@ from jppo.rollout import publish
 from jppo.models import decoder, config_reader, hf_write, placing
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets
+from jppo.plugins.carriers import buckets
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
-from tests.rollout import test_buckets as t
+from tests.plugins.carriers import test_buckets as t
 from tests.rollout.conftest import FakeServer, INFO
 
 cfg = config_reader.parse_config(dict(model_type="qwen2", vocab_size=64, hidden_size=16, intermediate_size=32,

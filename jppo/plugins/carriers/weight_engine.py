@@ -20,7 +20,8 @@ import torch
 from vllm.distributed.weight_transfer import base, factory, nccl_common
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-from jppo.rollout.vllm import layout, transports, worker
+from jppo.plugins.carriers import transports
+from jppo.rollout.vllm import layout, worker
 from jppo.rollout.vllm.layout import Staging
 
 WORDS = {2: torch.int16, 4: torch.int32}

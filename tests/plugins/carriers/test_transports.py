@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jppo.rollout.vllm import buckets, layout, transports
-from jppo.rollout.vllm.transports import Address, Sender
+from jppo.plugins.carriers import buckets, transports
+from jppo.plugins.carriers.transports import Address, Sender
+from jppo.rollout.vllm import layout
 
 TENSORS = {
     "a": np.arange(700_000, dtype=np.float32),

@@ -10,18 +10,19 @@ import jax
 import numpy as np
 import pytest
 
+from jppo.plugins.carriers import buckets, device_carriers, transports
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, device_carriers, layout, publish, transports
+from jppo.rollout.vllm import layout, publish
 from jppo.rollout.vllm.client import start_vllm
-from tests.rollout import test_buckets
+from tests.plugins.carriers import test_buckets
+from tests.plugins.carriers.test_buckets import TENSORS, stages
+from tests.plugins.carriers.test_ipc import cuda, gpu  # noqa: F401 (fixtures)
+from tests.plugins.carriers.test_nccl import JOIN, UPDATE, communicator, engine, library, needs_cc, works  # noqa: F401 (fixtures)
 from tests.rollout.conftest import INFO
-from tests.rollout.test_buckets import TENSORS, stages
 from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, until, whole
-from tests.rollout.test_ipc import cuda, gpu  # noqa: F401 (fixtures)
-from tests.rollout.test_nccl import JOIN, UPDATE, communicator, engine, library, needs_cc, works  # noqa: F401 (fixtures)
 
 FINISH = "/finish_weight_update"
 ON_DEVICES = ("nccl", "ipc")

@@ -1,7 +1,7 @@
 """Carriers of buckets from the trainer's GPUs: to servers on other GPUs by NCCL, on the same ones by CUDA IPC.
 
 NCCL is called without torch, in the library that JAX's CUDA wheels bring along or the system's; `transports.py` calls
-the driver. Neither has run on GPUs yet: tests/rollout/test_nccl.py has a library that checks all ranks' calls.
+the driver. Neither has run on GPUs yet: tests/plugins/carriers/test_nccl.py has a library that checks all ranks' calls.
 """
 
 import base64
@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.errors import UserError
+from jppo.plugins.carriers import buckets, transports
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.delivery import Step
 from jppo.rollout.servers.endpoint import Endpoint
-from jppo.rollout.vllm import buckets, layout, transports
+from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.layout import TensorEntry
 from jppo.rollout.vllm.publish import call_workers
 

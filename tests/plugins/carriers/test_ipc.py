@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from jppo.errors import UserError
+from jppo.plugins.carriers import buckets, device_carriers, transports
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, device_carriers, transports
 from jppo.rollout.vllm.client import start_vllm
+from tests.plugins.carriers.test_nccl import UPDATE, engine, has, library, source, works  # noqa: F401 (fixtures)
 from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, whole
-from tests.rollout.test_nccl import UPDATE, engine, has, library, source, works  # noqa: F401 (fixtures)
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
@@ -103,7 +103,7 @@ def test_another_process_reads_the_buffer_until_it_is_freed(cuda):
     gpu.wait()
     program = f"""
 import ctypes, sys, zlib
-from jppo.rollout.vllm import transports
+from jppo.plugins.carriers import transports
 gpu, data = transports.CudaDevice(0, library={cuda!r}), ctypes.create_string_buffer(4000)
 with gpu.opened({handle!r}) as address:
     gpu.copy(ctypes.addressof(data), address + 64, 4000)

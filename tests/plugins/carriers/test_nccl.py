@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from jppo.errors import UserError
+from jppo.plugins.carriers import buckets, device_carriers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, device_carriers
 from jppo.rollout.vllm.client import start_vllm
 from tests.rollout.conftest import INFO
 from tests.rollout.test_fleet import asked, serve
@@ -43,7 +43,7 @@ def engine(library, monkeypatch):
     from vllm.distributed.device_communicators import pynccl
     from vllm.distributed.weight_transfer import nccl_common
 
-    from jppo.rollout.vllm import weight_engine
+    from jppo.plugins.carriers import weight_engine
 
     stream = types.SimpleNamespace(cuda_stream=None, synchronize=lambda: None)
     join, cpu = pynccl.PyNcclCommunicator.from_unique_id_bytes, torch.device("cpu")
@@ -105,7 +105,7 @@ def works(fake, engines):
     def state(body):
         if body["kwargs"].get("abandon"):
             on_all(lambda engine: engine.start_weight_update())
-        from jppo.rollout.vllm.weight_engine import Receiver
+        from jppo.plugins.carriers.weight_engine import Receiver
 
         workers = [types.SimpleNamespace(weight_transfer_engine=engine) for engine in fake.engines]
         return {"results": [Receiver.jppo_transfer(worker) for worker in workers]}
@@ -193,7 +193,8 @@ def test_a_gpu_without_room_names_the_bucket_and_the_remedy(made, fakes, engine,
 @pytest.mark.vllm
 def test_a_trainer_that_is_killed_in_a_broadcast_leaves_no_worker_waiting(library, engine, monkeypatch):
     """The library alone lets a rank wait for an hour."""
-    from jppo.rollout.vllm import layout, weight_engine
+    from jppo.plugins.carriers import weight_engine
+    from jppo.rollout.vllm import layout
 
     monkeypatch.setattr(weight_engine, "BROADCAST_S", 0.3)
     monkeypatch.setattr(ctypes.c_int.in_dll(ctypes.CDLL(library), "seconds"), "value", 3600)

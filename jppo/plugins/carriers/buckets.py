@@ -21,10 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from jppo.errors import UserError
+from jppo.plugins.carriers import transports
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.delivery import Delivery, Offers, Step, WeightsGone
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.vllm import layout, transports
+from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.layout import TensorEntry
 from jppo.rollout.vllm.publish import Buffers, FilePublisher, call_workers, require_ok
 
