@@ -58,7 +58,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Tool and environment results of a conversation. Made by `agent/`."""
+    """Tool and environment results of a conversation. Made by the plugin `agents`."""
 
     calls: int  # of tools
     call_errors: int  # calls that were malformed, to an unknown tool, or failed; the model saw each error

@@ -177,7 +177,7 @@ READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight"),
     *(f"jppo.{command}" for command in COMMANDS),
     *(f"jppo.{room}.make" for room in ("rewards", "rollout", "rollout.servers", "runlog", "samples")),
-    *(f"jppo.plugins.{name}.make" for name in ("agents", "judge", "reward_models")),
+    *(f"jppo.plugins.{name}.make" for name in ("agents", "judge", "reward_models", "sglang")),
     "jppo.plugins.tinker",
     *("jppo.rewards.check", "jppo.plugins.report.page", "jppo.plugins.verl.translate", "jppo.plugins.verl.values"),
     *MAKERS,

@@ -64,7 +64,7 @@ def grpo_passk(*, norm_adv_by_std: bool) -> Algorithm:
 
 
 def gpg() -> Algorithm:
-    """Makes GPG: a score less its group's mean, scaled by the share of groups with different scores."""
+    """Makes GPG: a score less its group's mean, divided by the share of graded scores that are not 0."""
 
     def outcome(view: EpisodeView) -> Array:
         group = view.group

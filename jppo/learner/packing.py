@@ -149,7 +149,7 @@ def make_plan(
         none      one length, one trajectory a row
         prefix    `row_lengths` lengths up to `max_tokens_per_row`, evenly spaced, shared by samples of one prompt
 
-    For prefix, `price` is the cost of a token by row length, and `shared` is as in `Plan` and `make_xla_attention`.
+    For prefix, `price` is the cost of a token by row length, and `shared` is as in `Plan` and `attention.make_plain`.
     `sizes` are the trajectories of all mini-batches, if they never change: rows of one length that fill them without a
     rest need no smaller row count. Row counts are multiples of `row_multiple`, the number of devices that share the
     rows. Lengths are rounded up to multiples of `length_multiple`, the number of devices that share a row's positions.

@@ -1,7 +1,7 @@
 """The programs of a step as a list: what a start compiles, and what accounts of memory and forecasts of time go over.
 
 `list_programs` calls none of them. It follows a step without responses through its stages, so that every program has
-the arguments that a step gives it. A learner of shapes (`make.sketch_learner`) has the same list as a loaded one.
+the arguments that a step gives it. A learner of shapes (`make.SHAPES`) has the same list as a loaded one.
 """
 
 import dataclasses

@@ -46,7 +46,7 @@ class Needs:
     dtype: Any  # of queries, keys and values
     one_segment: bool  # every row holds one trajectory from its first position on, then padding
     longest: int | None = None  # length of the longest trajectory: a window this large has no effect
-    shared: tuple[int, int] | None = None  # rows with prompts that several segments see, as in `make_xla_attention`
+    shared: tuple[int, int] | None = None  # rows with prompts that several segments see, as in `attention.make_plain`
     sinks: bool = False  # each head has a learned score of no key
 
     @property

@@ -1,7 +1,8 @@
 """Parts of the reward by rule, custom function, length and format; functions run in worker processes (`pool.py`).
 
 `RulePart` maps each data source to its rule. A grader takes a response and the row's ground truth and returns a reward.
-A wrong or missing answer is a score of 0. A grader that fails gives an error, which is counted and shown, never a 0.
+A wrong or missing answer is a score of 0, of `math_dapo` -1. A grader that fails gives an error, which is counted and
+shown, never a 0.
 
 `reward.function='path.py:name'` is checked before training. The parameter names select the form (`pool_worker.py`):
 

@@ -2,8 +2,8 @@ r"""The rules: pure functions of a response and the row's ground truth. `graders
 
 jppo's own read answers as numbers, letters or mathematics. Below them are those of verl 0.9.1 for its own data sources:
 the same score for the same response and truth, reimplemented from their behaviour, quirks included, and tested against
-`tests/rewards/golden`. They are linear in the length of a response. Their truths are compared as text, so none is
-rejected: if no answer can equal it, every answer scores as wrong.
+`tests/rewards/golden`. They are linear in the length of a response. Their truths are compared as text, so but for
+`search_r1` none is rejected: if no answer can equal it, every answer scores as wrong.
 
 Rules run in the trainer and in worker processes, so only the standard library is imported here. A wrong or missing
 answer is 0, of `math_dapo` -1. A rule raises if it cannot judge, which the caller turns into the sample's error.

@@ -1,7 +1,7 @@
 """The publish of a policy: its weights as named tensors for the rollout engine, after each update.
 
     train.py -> PolicyPublisher, with the named tensors of hf_write.py
-        -> `load` in servers/delivery.py: all servers or none
+        -> `Fleet.load` in servers/fleet.py, and servers/delivery.py: all servers or none
         -> vllm/publish.py with layout.py: the file, and the requests to the workers -> vllm/worker.py
 
 Without a file, the plugin `carriers` stands in for the file of `vllm/publish.py`, and its `weight_engine.py` for the

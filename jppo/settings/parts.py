@@ -29,8 +29,8 @@ KL_ESTIMATORS = Registry[Part]("kl_estimators", "jppo.algorithms.kl:BY_NAME")
 ENGINES = Registry[Part](
     "engines",
     {
-        "vllm": "jppo.rollout.servers.make:start_engine",
-        "sglang": "jppo.rollout.servers.make:start_engine",
+        "vllm": "jppo.rollout.servers.make:start_vllm_engine",
+        "sglang": "jppo.plugins.sglang.make:start_engine",
         "inprocess": "jppo.rollout.make:start_inprocess",
     },
 )

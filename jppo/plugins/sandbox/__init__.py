@@ -2,5 +2,5 @@
 
 `choice.py` picks the sandbox and describes it. `launcher.py` starts a program, in control groups, and waits for it;
 `child.py` restricts the child process by namespaces, Landlock and seccomp (`confine.py`), then runs it. Imports nothing
-of jppo but itself: its processes start often. Read `launcher.py` first.
+of jppo but itself: its processes start often. `code.py` grades programs, in a worker. Read `launcher.py` first.
 """

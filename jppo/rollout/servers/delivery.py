@@ -6,7 +6,7 @@
 A delivery is one version of the weights on its way to the servers, an offer one step of it that changes nothing yet.
 
 A publish begins in `Fleet.load`. The `ServerApi` (`api.py`) pauses servers. A `Publisher` makes a `Delivery`
-of the trainer's tensors: `vllm/publish.py`, `sglang/client.py`. A server that breaks off is left to `repair.py`; a
+of the trainer's tensors: `vllm/publish.py`, and those of plugins. A server that breaks off is left to `repair.py`; a
 repaired server and one that joins get the current weights by `catch_up`.
 """
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jppo import plugins
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import UserError
 from jppo.models import hf
@@ -78,18 +77,18 @@ def require_routing(c: Loop) -> None:
             )
 
 
-def start_engine(c: Loop, run: pathlib.Path, hosts: Hosts = ALONE) -> ServerEngine:
-    """Starts this host's servers without waiting, or attaches to running ones."""
+def start_vllm_engine(c: Loop, run: pathlib.Path, hosts: Hosts = ALONE) -> ServerEngine:
+    """Starts this host's vLLM servers, or attaches to running ones (`start_servers`)."""
+    require_routing(c)
+    return start_servers(c, run, hosts, functools.partial(start_vllm, publish_host=c.rollout.publish_host))
+
+
+def start_servers(c: Loop, run: pathlib.Path, hosts: Hosts, start: Callable[..., ServerEngine]) -> ServerEngine:
+    """Starts this host's servers by `start` without waiting, or attaches to running ones."""
     r = c.rollout
     run.mkdir(parents=True, exist_ok=True)
     if r.publish_via == "auto":
         print(f"rollout: weights go by {publish_via(r)}", file=sys.stderr, flush=True)
-    start: Callable[..., ServerEngine]
-    if r.name == "vllm":
-        require_routing(c)
-        start = functools.partial(start_vllm, publish_host=r.publish_host)
-    else:
-        start = plugins.load("sglang.client").start_sglang
     return start(
         str(hf.resolve_directory(c.model.path, weights=False)),
         str(run),
