@@ -80,7 +80,7 @@ def account_for(
 
 def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: int) -> Estimate:
     """Estimates the memory of a PPO run whose step has `entries` row entries in all, padding included."""
-    learner, state = make_learner(c, inputs, mesh, make.SHAPES)
+    learner, state = make_learner(c, inputs, mesh, sketch=True)
     programs, shapes = list_run_programs(c, learner, state), largest_shapes(learner.plan)
 
     def count_flop(program: Program) -> int:
@@ -125,10 +125,10 @@ def sketch_update(
     c: Supervised, mesh: Any, cfg: ModelConfig, loss: CompiledLoss, *, name: str, head: Head, adapters: Lora | None
 ) -> tuple[Trainable, TrainState]:
     """Returns the update and the state of a run that trains one model, as shapes without arrays."""
-    trained = make.sketch_trained(c, mesh, cfg, "", head=head, adapters=adapters)
-    trainable, opt = make.make_trainable(c.optim, name, loss, trained, 1, make.SHAPES)
+    trained = make.sketch_trained(c, mesh, cfg, head=head, adapters=adapters)
+    trainable, opt = make.make_trainable(c.optim, name, loss, trained, 1)
     policy, value = ((trained.learned, opt), (None, None))[:: 1 if head == "lm" else -1]
-    return trainable, state.begin_state(*policy, *value, seed=c.trainer.seed, put=placing.shapes)
+    return trainable, state.begin_state(*policy, *value, seed=c.trainer.seed)
 
 
 def estimate_one_model(
@@ -159,9 +159,9 @@ def stored_models(c: Settings, inputs: ModelConfigs, mesh: Any) -> int:
 
 def stored_model(c: Training, mesh: Any, cfg: ModelConfig, adapters: Lora | None, head: Head, optimizer: str) -> int:
     """Returns the bytes of one model in a checkpoint; `optimizer` is its section of the settings."""
-    trained = make.sketch_trained(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), "", head=head, adapters=adapters)
+    trained = make.sketch_trained(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
     tx = optimizer_of(optimizers(c)[optimizer], optimizer, trained.layout)
-    opt, _ = state.abstract_optimizer(tx, trained.layout, trained.learned)
+    opt, _ = state.init_optimizer(tx, trained.layout, trained.learned)
     return global_size((trained.learned, opt))
 
 
