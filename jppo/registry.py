@@ -48,11 +48,10 @@ class Registry(Mapping[str, T], Generic[T]):
         return name in self.own or name in self._installed
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.own
-        yield from (name for name in self._installed if name not in self.own)
+        return iter({**self.own, **self._installed})
 
     def __len__(self) -> int:
-        return len({*self.own, *self._installed})
+        return len({**self.own, **self._installed})
 
     def __getitem__(self, name: str) -> T:
         part = self.own[name] if name in self.own else self._installed[name].value
@@ -156,7 +155,6 @@ def require_name(text: str, path: pathlib.Path, name: str, label: str) -> None:
 
 
 def _undefined_error(label: str, name: str, names: list[str]) -> UserError:
-    """Returns the error for a name that the user's file or module does not define."""
     has = ", ".join(known for known in names if not known.startswith("_")) or "none"
     return UserError(f"{label} defines no {name!r}; it has {has}{did_you_mean(name, names)}")
 

@@ -53,7 +53,6 @@ def best_at(scores: Sequence[float], k: int) -> float:
 
 
 def worst_at(scores: Sequence[float], k: int) -> float:
-    """The expected worst score of k of the n samples."""
     return -best_at([-score for score in scores], k)
 
 

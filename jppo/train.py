@@ -109,7 +109,7 @@ def gather_episodes(
     run: Run, samples: StepSamples, rewards: list[Reward], baseline: list[Reward] | None, version: int
 ) -> tuple[Episodes, dict[str, float]]:
     """Makes and logs the episodes of graded samples, with their metrics; `baseline` grades greedy responses."""
-    compares = run.learner.recipe.compares
+    compares = run.learner.recipe.algorithm.compares
     unmarked = make_episodes(samples.prompts, samples.trajectories, rewards, baseline, compares=compares)
     marked, stale = mark_stale(run.c, samples, version, unmarked.rewards)
     episodes = dataclasses.replace(unmarked, rewards=marked)

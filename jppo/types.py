@@ -177,7 +177,6 @@ class Batch:
         return self.arrays[name]
 
     def get(self, name: str) -> Array | None:
-        """Returns one of the arrays, or None."""
         return self.arrays.get(name)
 
     def with_arrays(self, **arrays: Array | None) -> "Batch":

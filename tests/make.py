@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jppo import settings
-from jppo.models import decoder, heads, hf, hf_write
+from jppo.models import decoder, heads, hf, hf_write, kernels, params
 from jppo.rewards.parts import Sample
 from jppo.runlog.logger import read_metrics
 from jppo.settings import table
@@ -23,6 +23,11 @@ from jppo.settings.setting import Section
 from jppo.types import Prompt, Trajectory
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def abstract_params(cfg, *, head, param_dtype):
+    """The table's parameters as shapes and dtypes."""
+    return params.tree(params.table(cfg, head=head), lambda entry: kernels.stored_form(entry, param_dtype, "none"))
 
 
 def typed(config):

@@ -66,7 +66,7 @@ algorithm = Algorithm(
 recipe = ppo.Recipe(algorithm=algorithm, kl_penalty=None, kl_loss_type=None, bypass=False, correction=None)
 models = ppo.Models((decoder, cfg), (decoder, cfg), None)
 passes = ppo.make_passes(models, recipe, temperature=1.0, chunk_tokens=64, mesh=mesh)
-tx = optim.make_optimizer(functools.partial(optim.adamw, betas=(0.9, 0.99), weight_decay=0.0), grad_clip=1.0)
+tx = optim.make_optimizer(functools.partial(optax.adamw, b1=0.9, b2=0.99, weight_decay=0.0), grad_clip=1.0)
 schedule = optim.make_schedule("constant", lr=1e-2, warmup_steps=0, total_steps=1, min_lr_ratio=0.0)
 
 
@@ -120,7 +120,7 @@ for step in range(8):
     drawn = sampler.generate(prompts, dataclasses.replace(sampling, seed=step), version=step)
     asked = [prompt for prompt in prompts for _ in range(N)]
     rewards = reward.grade(sample_of(prompt, t) for prompt, t in zip(asked, drawn, strict=True))
-    made = episodes.make_episodes(prompts, drawn, rewards, None, compares=recipe.compares)
+    made = episodes.make_episodes(prompts, drawn, rewards, None, compares=recipe.algorithm.compares)
     data = batch.flatten(made.trajectories, made.rewards, made.group, shape=learner.shape)
     micros = batch.pack_micros(data, drawn, plan=plan, mesh=mesh)
     data = ppo.score_batch(learner, now, data, micros, timer)

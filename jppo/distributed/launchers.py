@@ -48,8 +48,11 @@ def find_place(nnodes: int, node_rank: int, coordinator: str, env: Mapping[str, 
         return None
     if nnodes == -1 and not any(name in env for name in ("NNODES", "WORLD_SIZE")):
         return HostPlace(count)
-    rank = node_rank if node_rank != -1 else _host_rank(env)
-    address = coordinator or _coordinator_address(env)
+    ranks = (name for name in ("NODE_RANK", "GROUP_RANK", "RANK") if name in env)  # the last two are torchrun's
+    rank = node_rank if node_rank != -1 else next((_number(env, name, least=0) for name in ranks), None)
+    address = coordinator
+    if not address and env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
+        address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
     if rank is None and not address and nnodes != -1:  # JAX may detect another launcher
         return HostPlace(count)
     missing = [
@@ -85,7 +88,10 @@ def join_launched(
     logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)  # proxies are not used for our own hosts
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # `watchdog.py` handles SIGTERM
-    known = {} if place.rank is None else _coordinator_arguments(place)
+    known: dict[str, Any] = {}
+    if place.rank is not None:
+        known = dict(coordinator_address=place.address, num_processes=place.count, process_id=place.rank)
+        known |= dict(cluster_detection_method="deactivate", coordinator_bind_address=_bind_address(place))
     text = f"not all of {place.count} hosts came together within trainer.join_timeout_s={join_timeout_s:g}"
     abort_message = _AbortMessage(2, text)
     try:
@@ -133,18 +139,6 @@ def _host_count(env: Mapping[str, str]) -> tuple[int, str]:
     return 1, ""
 
 
-def _host_rank(env: Mapping[str, str]) -> int | None:
-    for name in ("NODE_RANK", "GROUP_RANK", "RANK"):  # the last two are torchrun's
-        if name in env:
-            return _number(env, name, least=0)
-    return None
-
-
-def _coordinator_address(env: Mapping[str, str]) -> str:
-    host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
-    return f"{host}:{port}" if host and port else ""
-
-
 def _number(env: Mapping[str, str], name: str, *, least: int) -> int:
     try:
         number = int(env[name])
@@ -153,17 +147,6 @@ def _number(env: Mapping[str, str], name: str, *, least: int) -> int:
     if number < least:
         raise UserError(f"the environment has {name}={env[name]!r}; it must be a whole number, {least} or more")
     return number
-
-
-def _coordinator_arguments(place: HostPlace) -> dict[str, Any]:
-    """Returns the arguments of `jax.distributed.initialize` for a host with a rank."""
-    return {
-        "coordinator_address": place.address,
-        "num_processes": place.count,
-        "process_id": place.rank,
-        "cluster_detection_method": "deactivate",
-        "coordinator_bind_address": _bind_address(place),
-    }
 
 
 def _bind_address(place: HostPlace) -> str | None:

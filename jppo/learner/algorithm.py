@@ -143,12 +143,11 @@ class Algorithm:
 
         names, (outcome, advantage) = record(trace_estimate, {})
         by_token = advantage if isinstance(advantage, tuple) else (advantage,)
-        self._require_given(names)
+        self._require_parts(names)
         if self.columns is None and names_of(names, COLUMN):
             raise ValueError("it reads a column of its memory, and has no function `columns`")
         if (outcome is not None and outcome.shape != (N,)) or any(x.shape != (N, L) for x in by_token):
             raise ValueError("an outcome is [N], a number for each episode, and an advantage [B, L], for each token")
-        self._require_statistics(names)
         return names
 
     @functools.cached_property
@@ -159,21 +158,20 @@ class Algorithm:
     @functools.cached_property
     def metrics(self) -> tuple[str, ...]:
         """The names of the metrics of all terms; raises ValueError where two have one."""
-        names = []
+        names = list[str]()
         for terms, kind in ((self.terms, LossView), (self.value_terms, ValueView)):
-            names += self._metrics_of(terms, self._trace_terms(terms, kind)[1])
+            names += [term.metric for term in terms if term.metric]
+            names += [n for result in self._trace_terms(terms, kind)[1] if isinstance(result, tuple) for n in result[1]]
         if len(names) > len(set(names)):
             raise ValueError(f"two terms have one metric: {', '.join(names)}")
         return tuple(names)
 
     @functools.cached_property
     def value_reads(self) -> tuple[str, ...]:
-        """The names of what the terms of the critic's loss read."""
         return self._list_reads(self.value_terms, ValueView)
 
     @functools.cached_property
     def before_reads(self) -> tuple[str, ...]:
-        """The names of what `before` reads."""
         return self._traced_before[0]
 
     @functools.cached_property
@@ -193,11 +191,6 @@ class Algorithm:
         shapes |= {} if self.before is None else {"before": self._traced_before[1]}
         return record(lambda take: [term.loss(kind(take)) for term in terms], shapes)
 
-    @staticmethod
-    def _metrics_of(terms: tuple[Term, ...], results: list[Any]) -> list[str]:
-        of_results = [name for result in results if isinstance(result, tuple) for name in result[1]]
-        return [*(term.metric for term in terms if term.metric), *of_results]
-
     def _list_reads(self, terms: tuple[Term, ...], kind: type[View]) -> tuple[str, ...]:
         """Returns the names that terms read of a `kind` of view; raises ValueError for results of a wrong shape."""
         names, results = self._trace_terms(terms, kind)
@@ -207,8 +200,7 @@ class Algorithm:
                 raise ValueError("a term is [R, T], a number for each token, or one number, and its metrics are [R, T]")
         if "before" in names and self.before is None:
             raise ValueError("a term reads `before`, and the algorithm has none")
-        self._require_statistics(names)
-        self._require_given(names)
+        self._require_parts(names)
         return names
 
     def without_routers(self) -> "Algorithm":
@@ -216,27 +208,20 @@ class Algorithm:
         terms = tuple(term for term in self.terms if {"router", "load"}.isdisjoint(self._list_reads((term,), LossView)))
         return self if terms == self.terms else dataclasses.replace(self, terms=terms)
 
-    def _require_given(self, reads: tuple[str, ...]) -> None:
-        if "given" in reads and self.given is None:
-            raise ValueError("a function of it reads which responses are given, and its field `given` is None")
-
     def statistics_of(self, reads: tuple[str, ...]) -> list[tuple[str, Statistic]]:
         """Returns the statistics of the logits among the reads, with their names."""
         return [(name, self.statistics[name]) for name in names_of(reads, STATISTIC)]
 
-    def _require_statistics(self, reads: tuple[str, ...]) -> None:
-        """Raises ValueError for a statistic that the algorithm lacks, or that does not return [C] f32."""
+    def _require_parts(self, reads: tuple[str, ...]) -> None:
+        """Raises ValueError for a part that the algorithm lacks, or a statistic that does not return [C] f32."""
+        if "given" in reads and self.given is None:
+            raise ValueError("a function of it reads which responses are given, and its field `given` is None")
         for name in names_of(reads, STATISTIC):
             if name not in self.statistics:
                 known = ", ".join(self.statistics) or "none"
                 raise ValueError(f"it reads the statistic {name!r}, and has {known}")
             logits, targets = jax.ShapeDtypeStruct((N, L), np.float32), jax.ShapeDtypeStruct((N,), np.int32)
-            function = self.statistics[name]
-
-            def apply_statistic(logits: jax.Array, targets: jax.Array, function: Statistic = function) -> jax.Array:
-                return function(logits, targets, WHOLE_VOCABULARY)
-
-            result = jax.eval_shape(apply_statistic, logits, targets)
+            result = jax.eval_shape(lambda *args, f=self.statistics[name]: f(*args, WHOLE_VOCABULARY), logits, targets)
             if getattr(result, "shape", None) != (N,) or result.dtype != np.float32:
                 raise ValueError(
                     f"the statistic {name!r} returns {getattr(result, 'dtype', '?')}{getattr(result, 'shape', '')} of"

@@ -6,7 +6,7 @@ the layouts, by trajectory and position.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -164,7 +164,6 @@ def scored_rows(batch: Batch, rows: Rows, reads: Sequence[str]) -> Scored:
 
 
 def with_array(scored: Scored, name: str, x: Array) -> Scored:
-    """Returns the rows with an array added or replaced."""
     return dataclasses.replace(scored, arrays=scored.arrays | {name: x})
 
 
@@ -238,20 +237,25 @@ def with_dropout(mini: Mini, key: Array | None, step: Array, number: int) -> Min
     assert key is not None
     sequence_seed, position_seed = np.asarray(draw_seeds(key, step, np.int32(number)))
 
-    def add_seeds(rows: Rows) -> Rows:
+    def seeds_of(rows: Rows) -> np.ndarray:
         sequence_hash = lora.hash_32_bits(np.asarray(rows.sequence).astype(np.uint32) ^ sequence_seed)
-        seeds = lora.hash_32_bits((sequence_hash + np.asarray(rows.position).astype(np.uint32)) ^ position_seed)
-        return dataclasses.replace(rows, dropout=seeds)
+        seeds: np.ndarray = lora.hash_32_bits(
+            (sequence_hash + np.asarray(rows.position).astype(np.uint32)) ^ position_seed
+        )
+        return seeds
 
-    micros = [
-        add_seeds(m) if isinstance(m, Rows) else dataclasses.replace(m, rows=add_seeds(m.rows)) for m in mini.micros
-    ]
-    return dataclasses.replace(mini, micros=micros)
+    return dataclasses.replace(mini, micros=[with_seeds(micro, seeds_of) for micro in mini.micros])
+
+
+def with_seeds(micro: Scored | Rows, seeds_of: Callable[[Rows], np.ndarray]) -> Scored | Rows:
+    """Adds the seeds of dropout, a function of the rows, to a micro-batch."""
+    rows = micro.rows if isinstance(micro, Scored) else micro
+    rows = dataclasses.replace(rows, dropout=seeds_of(rows))
+    return dataclasses.replace(micro, rows=rows) if isinstance(micro, Scored) else rows
 
 
 @jax.jit
 def draw_seeds(key: Array, step: Array, number: Array) -> jax.Array:
-    """Draws the two seeds of a mini-batch's dropout."""
     for number_in_key in (step, _STREAM, number):
         key = jax.random.fold_in(key, number_in_key)
     return jax.random.bits(key, (2,))

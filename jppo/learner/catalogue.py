@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 
-from jppo.algorithms import losses, values
+from jppo.algorithms import advantage, losses, masked, values
 from jppo.errors import UserError
 from jppo.learner import estimators, optim
 from jppo.learner.algorithm import Algorithm, Term
@@ -23,7 +24,7 @@ from jppo.settings.table_training import Algorithm as AlgorithmSection
 from jppo.types import Array
 
 
-def by_std(algorithm: AlgorithmSection) -> dict[str, bool]:
+def by_std(algorithm: AlgorithmSection) -> dict[str, Any]:
     """Returns the keyword argument of GRPO's relatives: whether they divide by a group's standard deviation."""
     return dict(norm_adv_by_std=algorithm.norm_adv_by_std_in_grpo)
 
@@ -34,20 +35,24 @@ def clips(actor: Actor) -> dict[str, Any]:
     return dict(clip_low=actor.clip_ratio if low is None else low, clip_high=actor.clip_ratio if high is None else high)
 
 
-def dual_clips(actor: Actor) -> dict[str, Any]:
-    """Returns the clip range with the bound of losses of negative advantages."""
-    return clips(actor) | dict(clip_c=actor.clip_ratio_c)
-
-
 def surrogate(
-    loss: Callable[..., losses.PolicyLoss], *, aggregation: str | None = None, by_sequence: bool = False
+    loss: Callable[..., losses.PolicyLoss],
+    mark_tokens: Callable[[BeforeView], Array] | None = None,
+    *,
+    aggregation: str | None = None,
+    by_sequence: bool = False,
 ) -> Algorithm:
-    """Makes a policy loss of a function (logp, old_logp, advantage, mask, segment), as in `algorithms/losses.py`."""
+    """Makes a policy loss of a function (logp, old_logp, advantage, mask, segment), as in `algorithms/losses.py`.
+
+    It may treat tokens differently that `mark_tokens` has marked, as clip_cov and kl_cov do.
+    """
 
     def loss_by_token(view: LossView) -> tuple[Array, dict[str, Array]]:
-        return with_clips(loss(view.logprob, view.old_logprob, view.advantage, view.mask, view.segment))
+        arrays = view.logprob, view.old_logprob, view.advantage, view.mask, view.segment
+        return with_clips(loss(*arrays) if mark_tokens is None else loss(*arrays, view.before))
 
-    return Algorithm(terms=(Term(loss_by_token, "actor/pg_loss", aggregation=aggregation, by_sequence=by_sequence),))
+    term = Term(loss_by_token, "actor/pg_loss", aggregation=aggregation, by_sequence=by_sequence)
+    return Algorithm(terms=(term,), before=mark_tokens)
 
 
 def with_clips(policy_loss: losses.PolicyLoss) -> tuple[Array, dict[str, Array]]:
@@ -80,7 +85,7 @@ def clip_cov(*, ratio: float, low: float, high: float, clip_low: float, clip_hig
         arrays = view.logprob, view.old_logprob, view.advantage, view.mask
         return losses.drawn_by_covariance(view.key, *arrays, count=view.count(ratio), low=low, high=high, **clip)
 
-    return make_selecting(partial(losses.clip_cov, **clip), mark_tokens)
+    return surrogate(partial(losses.clip_cov, **clip), mark_tokens)
 
 
 def kl_cov(*, ratio: float, coef: float) -> Algorithm:
@@ -89,17 +94,7 @@ def kl_cov(*, ratio: float, coef: float) -> Algorithm:
     def mark_tokens(view: BeforeView) -> Array:
         return losses.highest_covariance(view.logprob, view.advantage, view.mask, count=view.count(ratio))
 
-    return make_selecting(partial(losses.kl_cov, ppo_kl_coef=coef), mark_tokens)
-
-
-def make_selecting(loss: Callable[..., losses.PolicyLoss], mark_tokens: Callable[[BeforeView], Array]) -> Algorithm:
-    """Makes a policy loss that treats marked tokens differently, as clip_cov and kl_cov do; `before` marks them."""
-
-    def loss_by_token(view: LossView) -> tuple[Array, dict[str, Array]]:
-        arrays = view.logprob, view.old_logprob, view.advantage, view.mask, view.segment, view.before
-        return with_clips(loss(*arrays))
-
-    return Algorithm(terms=(Term(loss_by_token, "actor/pg_loss"),), before=mark_tokens)
+    return surrogate(partial(losses.kl_cov, ppo_kl_coef=coef), mark_tokens)
 
 
 def regularisers(actor: Actor) -> tuple[Term, ...]:
@@ -108,6 +103,9 @@ def regularisers(actor: Actor) -> tuple[Term, ...]:
 
     def clamped_kl(view: LossView) -> Array:
         return view.kl if clamp is None else jnp.clip(view.kl, -clamp, clamp)
+
+    def balance(view: LossView) -> Array:
+        return router.balance_loss(view.router, view.load, view.tokens)
 
     terms = []
     if actor.entropy_coeff:
@@ -123,11 +121,6 @@ def regularisers(actor: Actor) -> tuple[Term, ...]:
     if actor.router_aux_loss_coef:
         terms.append(Term(balance, "actor/router_aux_loss", actor.router_aux_loss_coef))
     return tuple(terms)
-
-
-def balance(view: LossView) -> Array:
-    """Returns the load-balancing loss of routers."""
-    return router.balance_loss(view.router, view.load, view.tokens)
 
 
 def value_terms(critic: Critic) -> tuple[Term, ...]:
@@ -159,12 +152,14 @@ ESTIMATORS: dict[str, Callable[[Settings], Algorithm]] = {
     "distill": lambda c: estimators.distill(gamma=c.algorithm.gamma),
     "remax": lambda _: estimators.remax(),
     "reinforce_no_baseline": lambda _: estimators.reinforce_no_baseline(),
-    "grpo": lambda c: estimators.grpo(**by_std(c.algorithm)),
-    "grpo_vectorized": lambda c: estimators.grpo(**by_std(c.algorithm)),
-    "grpo_passk": lambda c: estimators.grpo_passk(**by_std(c.algorithm)),
-    "rloo": lambda _: estimators.rloo(),
-    "rloo_vectorized": lambda _: estimators.rloo_vectorized(),
-    "reinforce_plus_plus_baseline": lambda _: estimators.reinforce_plus_plus_baseline(),
+    "grpo": lambda c: estimators.by_group(advantage.grpo, **by_std(c.algorithm)),
+    "grpo_vectorized": lambda c: estimators.by_group(advantage.grpo, **by_std(c.algorithm)),
+    "grpo_passk": lambda c: estimators.by_group(advantage.grpo_passk, **by_std(c.algorithm)),
+    "rloo": lambda _: estimators.by_group(advantage.rloo),
+    "rloo_vectorized": lambda _: estimators.by_group(advantage.rloo_vectorized),
+    "reinforce_plus_plus_baseline": lambda _: estimators.by_group(
+        advantage.reinforce_plus_plus_baseline, (masked.whiten,)
+    ),
     "opo": lambda _: estimators.opo(),
     "gpg": lambda _: estimators.gpg(),
     "gdpo": lambda c: estimators.gdpo(
@@ -176,7 +171,7 @@ ESTIMATORS: dict[str, Callable[[Settings], Algorithm]] = {
 
 BY_SEQUENCE = "seq-mean-token-mean"
 POLICY_LOSSES: dict[str, Callable[[Settings], Algorithm]] = {
-    "vanilla": lambda c: surrogate(partial(losses.clipped, **dual_clips(c.actor))),
+    "vanilla": lambda c: surrogate(partial(losses.clipped, **clips(c.actor), clip_c=c.actor.clip_ratio_c)),
     "gspo": lambda c: surrogate(partial(losses.gspo, **clips(c.actor))),
     "geo_mean": lambda c: surrogate(
         partial(losses.geo_mean, **clips(c.actor)), by_sequence=True, aggregation=BY_SEQUENCE
@@ -187,8 +182,8 @@ POLICY_LOSSES: dict[str, Callable[[Settings], Algorithm]] = {
     ),
     "gpg": lambda _: gpg(),
     "dro": lambda c: dro(c.actor.dro_beta),
-    "dppo_tv": lambda c: surrogate(partial(losses.dppo_tv, **dual_clips(c.actor))),
-    "dppo_kl": lambda c: surrogate(partial(losses.dppo_kl, **dual_clips(c.actor))),
+    "dppo_tv": lambda c: surrogate(partial(losses.dppo_tv, **clips(c.actor), clip_c=c.actor.clip_ratio_c)),
+    "dppo_kl": lambda c: surrogate(partial(losses.dppo_kl, **clips(c.actor), clip_c=c.actor.clip_ratio_c)),
     "clip_cov": lambda c: clip_cov(
         ratio=c.actor.clip_cov_ratio, low=c.actor.clip_cov_lb, high=c.actor.clip_cov_ub, **clips(c.actor)
     ),
@@ -196,16 +191,11 @@ POLICY_LOSSES: dict[str, Callable[[Settings], Algorithm]] = {
 }
 
 
-def momenta(section: Optimizer) -> dict[str, Any]:
-    """Returns the keyword arguments that most optimizers share."""
-    return dict(betas=section.betas, weight_decay=section.weight_decay)
-
-
 # (section, learning rate, the matrices among the parameters as `optim.muon` takes them) -> an optax chain
 OPTIMIZERS: dict[str, Callable[[Optimizer, Any, Any], Any]] = {
-    "adamw": lambda section, lr, _: optim.adamw(lr, **momenta(section)),
-    "muon": lambda section, lr, matrices: optim.muon(lr, **momenta(section), matrices=matrices),
+    "adamw": lambda section, lr, _: optax.adamw(lr, *section.betas, weight_decay=section.weight_decay),
+    "muon": lambda section, lr, matrices: optim.muon(lr, section.betas, section.weight_decay, matrices),
     "adafactor": lambda section, lr, _: optim.adafactor(lr, weight_decay=section.weight_decay),
-    "lion": lambda section, lr, _: optim.lion(lr, **momenta(section)),
-    "sgd": lambda section, lr, _: optim.sgd(lr, **momenta(section)),
+    "lion": lambda section, lr, _: optax.lion(lr, *section.betas, weight_decay=section.weight_decay),
+    "sgd": lambda section, lr, _: optim.sgd(lr, section.betas[0], section.weight_decay),
 }

@@ -68,9 +68,8 @@ def correct_mismatch(settings: Correction, batch: Batch) -> tuple[Batch, dict[st
             "rollout_corr/rollout_is_eff_sample_size": spread["eff_sample_size"],
         }
         if settings.normalize:
-            weight = correction.normalized_weights(
-                weight, mean=correction.mean_weight(weight, mask, level=settings.level)
-            )
+            mean = correction.mean_weight(weight, mask, level=settings.level)
+            weight = correction.normalized_weights(weight, mean=mean)
     if "given" in batch.arrays:
         given_tokens = batch.mask & batch["given"][:, None]
         kept_mask, weight = kept_mask | given_tokens, None if weight is None else jnp.where(given_tokens, 1.0, weight)

@@ -1,6 +1,7 @@
 """Advantage estimators as algorithms; `catalogue.py` names them and gives them the values of settings."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -53,14 +54,11 @@ def remax() -> Algorithm:
     return Algorithm(lambda view: advantage.remax(view.reward, view.greedy, view.mask))
 
 
-def grpo(*, norm_adv_by_std: bool) -> Algorithm:
-    estimate = functools.partial(advantage.grpo, norm_adv_by_std=norm_adv_by_std)
-    return Algorithm(outcome=lambda view: estimate(view.score, view.group))
-
-
-def grpo_passk(*, norm_adv_by_std: bool) -> Algorithm:
-    estimate = functools.partial(advantage.grpo_passk, norm_adv_by_std=norm_adv_by_std)
-    return Algorithm(outcome=lambda view: estimate(view.score, view.group))
+def by_group(
+    estimate: Callable[..., Array], transforms: tuple[Callable[[Array, Array], Array], ...] = (), **options: Any
+) -> Algorithm:
+    """Makes an estimator of a function (score, group, **options), as in `algorithms/advantage.py`."""
+    return Algorithm(outcome=lambda view: estimate(view.score, view.group, **options), transforms=transforms)
 
 
 def gpg() -> Algorithm:
@@ -94,22 +92,6 @@ def token_baseline(*, by_kept: bool) -> Algorithm:
         return advantage.optimal_token_baseline(view.reward, energy, view.mask, view.group, by_kept=by_kept)
 
     return Algorithm(estimate, statistics={"sum_pi_squared": heads.sum_pi_squared_of})
-
-
-def rloo() -> Algorithm:
-    return Algorithm(outcome=lambda view: advantage.rloo(view.score, view.group))
-
-
-def rloo_vectorized() -> Algorithm:
-    return Algorithm(outcome=lambda view: advantage.rloo_vectorized(view.score, view.group))
-
-
-def reinforce_plus_plus_baseline() -> Algorithm:
-    """Makes REINFORCE++ with a baseline: a score less its group's mean, whitened over the batch."""
-    return Algorithm(
-        outcome=lambda view: advantage.reinforce_plus_plus_baseline(view.score, view.group),
-        transforms=(masked.whiten,),
-    )
 
 
 def reinforce_no_baseline() -> Algorithm:

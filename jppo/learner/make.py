@@ -16,7 +16,7 @@ import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a l
 from jppo.errors import UserError
 from jppo.learner import cost, optim, packing, score, sharding, state, update
 from jppo.learner.trainable import CompiledLoss, Trainable
-from jppo.models import attention, experts, fused, hf, lora, modules, placing, sequence_parallel
+from jppo.models import attention, fused, hf, lora, modules, placing, sequence_parallel
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import Decoder, Remat, attention_settings
 from jppo.models.lora import Base, Lora
@@ -138,7 +138,7 @@ def make_decoder(c: Common, cfg: ModelConfig, mesh: Any) -> Decoder:
         remat=cast(Remat, c.model.remat),
         constrain=sharding.constrain_to_rows(mesh),
         lookup=modules.make_lookup(mesh),
-        mix=experts.make_mix(mesh),
+        mesh=mesh,
     )
 
 
@@ -184,7 +184,8 @@ def load_trained(
 ) -> Trained:
     """Loads the model at `path` for training, each device its shards, or takes the weights of a loaded `trunk`.
 
-    `key` initialises weights that the files lack, or all if `init` (None: `model.init`) is 'random'.
+    `key` initialises weights that the files lack, or all if `init` (None: `model.init`) is 'random'. With 'shapes',
+    shapes take the place of arrays, and no file is read.
     """
     layout = state.model_weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
     if trunk is None:
@@ -199,30 +200,16 @@ def load_trained(
     return Trained(layout, learned, base)
 
 
-def sketch_trained(
-    c: Common,
-    mesh: Any,
-    cfg: ModelConfig,
-    path: str,
-    *,
-    head: Head,
-    adapters: Lora | None,
-    trunk: Params | None = None,
-    **__: Any,
-) -> Trained:
-    """Makes the model of `load_trained` with shapes in place of arrays; reads no file."""
-    layout = state.model_weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
-    values = state.abstract(layout)
-    values |= {name: part for name, part in (trunk or {}).items() if name in values}
-    if adapters is None:
-        return Trained(layout, values, None)
-    layout = state.adapters(cfg, mesh, adapters, head=head)
-    frozen = {name: part for name, part in values.items() if head == "lm" or name != "score"}  # a new head is trained
-    return Trained(layout, state.abstract(layout), Base(frozen, adapters.scale, adapters.dropout))
+def sketch_trained(c: Common, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
+    """Makes a model for training of shapes in place of arrays."""
+    return load_trained(c, mesh, cfg, "", head=head, key=jax.random.key(0), adapters=adapters, init="shapes")
 
 
 def copy_weights(tree: Params, offload: bool) -> Params:
-    """Copies weights into device memory, or, one array on the devices at a time, to the host."""
+    """Copies weights, or their shapes, into device memory, or, one array on the devices at a time, to the host."""
+    if placing.are_shapes(tree):
+        copies: Params = placing.on_device_shapes(tree)
+        return placing.to_host(copies) if offload else copies
     if not offload and not any(map(placing.is_offloaded, jax.tree.leaves(tree))):
         shardings = jax.tree.map(lambda x: x.sharding, tree)
         return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(tree)
@@ -232,20 +219,6 @@ def copy_weights(tree: Params, offload: bool) -> Params:
         return placing.to_host(copy) if offload else copy
 
     return jax.tree.map(copy_array, tree)
-
-
-@dataclasses.dataclass(frozen=True)
-class Maker:
-    """The functions that make a learner's arrays: LOADED loads weights, SHAPES makes shapes for forecasts."""
-
-    load: Callable[..., Trained]
-    begin_optimizer: Callable[..., tuple[Any, Any]]  # (tx, layout, learned) -> its state, the shardings
-    copy: Callable[[Params, bool], Params]  # (weights, whether to the host) -> a copy
-    put: Callable[[Any, Any], Any]  # (values, sharding)
-
-
-LOADED = Maker(load_trained, state.init_optimizer, copy_weights, placing.put)
-SHAPES = Maker(sketch_trained, state.abstract_optimizer, placing.copy_shapes, placing.shapes)
 
 
 def offload_if(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
@@ -280,8 +253,7 @@ def make_chain(section: Optimizer, name: str, matrices: Any = None) -> optim.Cha
         if isinstance(learning_rate, optim.Hyperparameters):
             h, learning_rate = learning_rate, learning_rate.lr
             if section.optimizer == "adamw":
-                adamw = optim.adamw(h.lr, betas=(h.beta1, h.beta2), eps=h.eps, weight_decay=h.weight_decay)
-                return cast(optax.GradientTransformation, adamw)
+                return optax.adamw(h.lr, h.beta1, h.beta2, h.eps, weight_decay=h.weight_decay)
         arguments = (section, learning_rate, matrices)
         transformation = parts.OPTIMIZERS.make(section.optimizer, f"{name}.optimizer", *arguments)
         return cast(optax.GradientTransformation, transformation)  # `make` has checked the class
@@ -384,21 +356,17 @@ def kept_tokens(c: Loop, policy: ModelConfig) -> int:
 
 
 def make_trainable(
-    section: Optimizer, name: str, loss: CompiledLoss, trained: Trained, total_steps: int, maker: Maker = LOADED
+    section: Optimizer, name: str, loss: CompiledLoss, trained: Trained, total_steps: int
 ) -> tuple[Trainable, Any]:
     """Makes the Trainable of a loaded model by a section of the config, and the initial state of its optimizer."""
     tx = optimizer_of(section, name, trained.layout)
-    opt, opt_shardings = maker.begin_optimizer(tx, trained.layout, trained.learned)
-    apply = make_scheduled_apply(section, tx, trained.layout, opt_shardings, total_steps)
-    apply_hyper = update.make_apply(tx, lambda hyper: hyper, shardings=(trained.layout.shardings, opt_shardings))
+    opt, opt_shardings = state.init_optimizer(tx, trained.layout, trained.learned)
+    shardings = trained.layout.shardings, opt_shardings
+    apply = update.make_apply(tx, rate_schedule(section, total_steps), shardings=shardings)
+    apply_hyper = update.make_apply(tx, lambda hyper: hyper, shardings=shardings)
     zeros = update.make_zeros(trained.layout.shapes, trained.layout.shardings)
     spare = trained.layout.spare, state.spare_of_optimizer(tx, trained.layout)
     opt = placing.to_host(opt) if section.optimizer_offload else opt
     exchange = update.make_exchange(trained.layout.shardings)
     trainable = Trainable(name, loss, apply, zeros, exchange, base=trained.base, spare=spare, apply_hyper=apply_hyper)
     return trainable, opt
-
-
-def make_scheduled_apply(section: Optimizer, tx: Any, layout: state.ModelLayout, places: Any, total_steps: int) -> Any:
-    """Compiles the optimizer step with its schedule; `places` are the shardings of its state."""
-    return update.make_apply(tx, rate_schedule(section, total_steps), shardings=(layout.shardings, places))

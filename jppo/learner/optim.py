@@ -19,7 +19,7 @@ from jppo.models import placing
 from jppo.types import Array, Params
 
 Chain = Callable[[Any], optax.GradientTransformation]  # learning rate, or Hyperparameters -> optimizer
-ADAM_EPS = 1e-8
+ADAM_EPS = 1e-8  # of `optax.adamw`
 MUON_RMS = 0.2  # RMS of the update over the learning rate, about AdamW's
 
 
@@ -48,17 +48,7 @@ class Master(NamedTuple):
     master: Params  # f32
 
 
-def adamw(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, eps: float = ADAM_EPS) -> Any:
-    """Adam with decoupled weight decay."""
-    return optax.adamw(learning_rate, *betas, eps=eps, weight_decay=weight_decay)
-
-
-def lion(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float) -> Any:
-    """The sign of a momentum."""
-    return optax.lion(learning_rate, *betas, weight_decay=weight_decay)
-
-
-def muon(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, matrices: Params | None = None) -> Any:
+def muon(learning_rate: Any, betas: tuple[float, float], weight_decay: float, matrices: Params | None) -> Any:
     """Orthogonalized Nesterov momentum for the matrices of the layers, AdamW with Nesterov momentum for the others.
 
     An orthogonalized update has the same size for any momentum: a matrix without a gradient, such as a kernel of an
@@ -80,9 +70,9 @@ def adafactor(learning_rate: Any, *, weight_decay: float) -> Any:
     return optax.adafactor(learning_rate, multiply_by_parameter_scale=False, weight_decay_rate=decay)
 
 
-def sgd(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float) -> Any:
-    """Momentum betas[0], decoupled weight decay."""
-    momentum = optax.trace(betas[0]) if betas[0] else optax.identity()
+def sgd(learning_rate: Any, momentum_decay: float, weight_decay: float) -> Any:
+    """Gradient descent with momentum and decoupled weight decay."""
+    momentum = optax.trace(momentum_decay) if momentum_decay else optax.identity()
     return optax.chain(momentum, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
 
 
@@ -251,7 +241,6 @@ def make_schedule(
 
 
 def in_f32(tree: Params) -> Params:
-    """Casts the tree to f32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 

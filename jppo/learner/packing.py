@@ -206,13 +206,6 @@ def _form_rows(trajectories: Sequence[Trajectory], plan: Plan) -> tuple[list[lis
         raise ValueError(f"trajectory {uid} has {length} entries, a row holds {plan.lengths[-1]}")
     if plan.prices is not None:
         return _form_shared(trajectories, order, entries, plan)
-    return _form_whole(order, entries, plan)
-
-
-def _form_whole(
-    order: Sequence[int], entries: Sequence[int], plan: Plan
-) -> tuple[list[list[PromptGroup]], list[tuple[int, int]]]:
-    """Packs whole trajectories into rows; returns the rows and the shapes of consecutive micro-batches."""
     if plan.share_rows:
         rows = [[order[i] for i in row] for row in first_fit([entries[i] for i in order], plan.lengths[-1])]
         shapes = cut([plan.lengths[-1]] * len(rows), plan.shapes)
@@ -241,7 +234,6 @@ def _form_shared(
 
 
 def _cost(shape: tuple[int, int], prices: Mapping[int, float]) -> float:
-    """Returns the cost of a micro-batch in tokens."""
     r, t = shape
     return r * t * prices.get(t, 1.0) + MICRO_TOKENS
 
@@ -312,8 +304,7 @@ def _fill(
     for r, row in enumerate(rows):
         start, segment = 0, 0
         for part in row:
-            shared = part.shared
-            if shared:
+            if shared := part.shared:
                 tokens, place = trajectories[part.members[0]].tokens, (r, slice(start, start + shared))
                 out.inputs[place], out.targets[place] = tokens[:shared], tokens[1 : shared + 1]
                 out.segment[place], out.position[place] = -1, np.arange(shared)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
-from jppo.algorithms import kl
+from jppo.algorithms import kl, values
 from jppo.learner import batch, estimate, packing, score, sharding, state, update
 from jppo.learner.algorithm import Algorithm
 from jppo.learner.stats import join_stages
@@ -70,11 +70,6 @@ class Recipe:
     earns: bool = False  # rewards may be earned inside a response
     branches: bool = False  # an episode may have several rows
 
-    @property
-    def compares(self) -> bool:
-        """Whether a prompt's samples are compared with each other."""
-        return self.algorithm.compares
-
     def policy_for_reward(self, policy: Weights) -> Weights | None:
         """Returns the policy for the reference pass of an exact KL in the reward, else None."""
         return policy if self.kl_penalty in kl.EXACT else None
@@ -106,8 +101,9 @@ def make_passes(
     options: dict[str, Any] | None = None,
 ) -> Passes:
     """Makes the passes of a recipe, compiled when they are first called; `options` are the compiler's."""
-    r = recipe
+    r, algorithm = recipe, recipe.algorithm
     heads = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
+    replicated = None if mesh is None else sharding.replicated(mesh)
 
     def compile_pass(fn: Callable[..., Any] | None, **jit_options: Any) -> Any:
         return None if fn is None else jax.jit(fn, compiler_options=options, **jit_options)
@@ -116,22 +112,16 @@ def make_passes(
     if models.reference is not None:
         by_token = score.make_logprob(*models.reference, with_entropy=False, **heads)
         exact_pass = _make_exact_pass(models, r, r.kl_penalty, **heads)
-        reads_ref_logprob = "ref_logprob" in r.algorithm.loss_reads
+        reads_ref_logprob = "ref_logprob" in algorithm.loss_reads
         reference = score.make_reference(r.kl_penalty, r.kl_loss_type, by_token, exact_pass, sampled=reads_ref_logprob)
     value = critic = None
     if models.critic is not None:
         value, loss = make_critic(models.critic, r)
         critic = CompiledLoss(update.make_accumulate(loss, mesh=mesh, options=options), VALUE_READS)
-    replicated = None if mesh is None else sharding.replicated(mesh)
-    algorithm = r.algorithm
+    statistics = algorithm.statistics_of(algorithm.reads)
+    with_entropy = r.entropy_metric or "entropy" in algorithm.reads
     old_logprob = compile_pass(
-        score.make_logprob(
-            *models.policy,
-            with_entropy=r.entropy_metric or "entropy" in algorithm.reads,
-            compare=True,
-            statistics=algorithm.statistics_of(algorithm.reads),
-            **heads,
-        )
+        score.make_logprob(*models.policy, with_entropy=with_entropy, compare=True, statistics=statistics, **heads)
     )
     advantages = estimate.make_advantages(
         algorithm,
@@ -198,7 +188,6 @@ def actor_loss_of(models: Models, r: Recipe, *, by_token: bool = False, **heads:
 
 
 def _has_experts(model: Model) -> bool:
-    """Whether the model has experts."""
     return model[1] is not None and model[1].experts is not None
 
 
@@ -214,10 +203,9 @@ def _make_exact_pass(models: Models, r: Recipe, kind: str | None, **options: Any
 
 def make_critic(model: Model, r: Recipe) -> tuple[score.Value, update.Loss]:
     """Returns two functions, the critic's values and its loss; the values are the expectation of a histogram head."""
-    module, _ = model
-    output = score.make_value(module)
-    loss = update.make_critic_loss(output, r.algorithm, mean=r.value_mean, value_range=r.value_range)
-    return score.make_expected(output, r.value_range), loss
+    output, span = score.make_value(model[0]), r.value_range
+    loss = update.make_critic_loss(output, r.algorithm, mean=r.value_mean, value_range=span)
+    return output if span is None else lambda *args: values.histogram_value(output(*args), span), loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +247,7 @@ class Learner:
         return self.actor.model(now.policy)
 
     def value(self, now: TrainState) -> Weights | None:
-        """Returns the critic, its frozen base included."""
+        """Returns the critic in the same way."""
         return None if self.critic is None else self.critic.model(now.value)
 
     def spare(self) -> state.Spare:
@@ -318,15 +306,16 @@ def with_old_logprob(
     done: Callable[[], None] = silent,
 ) -> Batch:
     """Adds the old log-probs: the trainer's, with their entropy, or the engine's with `bypass`."""
-    if recipe.bypass:
-        return add_old_logprob(recipe, data, None)
-    policy = placing.to_device(policy)
-    return add_old_logprob(recipe, data, _run_rows(lambda rows: passes.logprob(policy, rows), data, micros, done))
+    scores = None
+    if not recipe.bypass:
+        policy = placing.to_device(policy)
+        scores = _run_rows(lambda rows: passes.logprob(policy, rows), data, micros, done)
+    return add_old_logprob(recipe, data, scores)
 
 
 def add_old_logprob(recipe: Recipe, data: Batch, old_scores: score.Scores | None) -> Batch:
-    """Adds the old policy's log-probs, entropy and statistics from its pass; with `bypass` the engine's log-probs."""
-    if recipe.bypass or old_scores is None:
+    """Adds the old policy's log-probs, entropy and statistics from its pass; without one the engine's log-probs."""
+    if old_scores is None:
         return data.with_arrays(old_logprob=data.rollout_logprob)
     return data.with_arrays(
         old_logprob=old_scores.logprob,

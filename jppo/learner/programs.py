@@ -1,7 +1,7 @@
 """The programs of a step as a list: what a start compiles, and what accounts of memory and forecasts of time go over.
 
 `list_programs` calls none of them. It follows a step without responses through its stages, so that every program has
-the arguments that a step gives it. A learner of shapes (`make.SHAPES`) has the same list as a loaded one.
+the arguments that a step gives it. A learner of shapes (`make.sketch_trained`) has the same list as a loaded one.
 """
 
 import dataclasses
@@ -37,7 +37,6 @@ class Program:
     make_scratch: Callable[[], Any] = tuple
 
     def lower(self) -> jax.stages.Lowered:
-        """Lowers the program for its arguments on the devices."""
         lowered: jax.stages.Lowered = self.function.lower(*placing.on_device_shapes(self.args))
         return lowered
 
@@ -52,7 +51,6 @@ class Program:
             placing.fetch(out)  # several hosts gather it
 
     def results(self) -> Any:
-        """Returns the shapes of its results."""
         return jax.eval_shape(self.function, *placing.on_device_shapes(self.args))
 
 
@@ -109,14 +107,15 @@ def update_programs(
     yield Program(f"{name} zeros", "other", trainable.zeros, (), name)
     if trainable.drops:
         yield Program(f"{name} dropout", "other", batch.draw_seeds, (now.key, now.step, number), name)
+        micros = [batch.with_seeds(micro, lambda rows: np.zeros(rows.inputs.shape, np.uint32)) for micro in micros]
     if trainable.loss.before is not None:
         assert data is not None
         before_args = now.key, now.step, number, trainable.loss.before.placeholders(data)
         yield (before := Program(f"{name} before", "other", trainable.loss.before.function, before_args, name))
-        result = before.results()
-        micros = [with_before(micro, result.dtype) for micro in micros]
+        scored, dtype = [micro for micro in micros if isinstance(micro, Scored)], before.results().dtype
+        micros = [batch.with_array(m, "before", np.zeros(m.rows.inputs.shape, dtype)) for m in scored]
     for micro in micros:
-        placed = placing.shapes(with_placeholders(trainable, micro), sharding.rows_sharding(mesh))
+        placed = placing.shapes(micro, sharding.rows_sharding(mesh))
         rows = placed.rows if isinstance(placed, Scored) else placed
         shape = rows.inputs.shape
         if trainable.loss.load is not None:
@@ -130,22 +129,6 @@ def update_programs(
         yield Program(f"{name} exchange", "exchange", trainable.exchange, (carry,), name, **accounting)
     step_args = learned, opt, carry, now.step, np.True_
     yield Program(f"{name} step", "step", trainable.apply, step_args, name, **accounting)
-
-
-def with_placeholders(trainable: Trainable, micro: Scored | Rows) -> Scored | Rows:
-    """Returns an empty micro-batch with zeros in place of the seeds of dropout."""
-    rows = micro.rows if isinstance(micro, Scored) else micro
-    if trainable.drops:
-        rows = dataclasses.replace(rows, dropout=np.zeros(rows.inputs.shape, np.uint32))
-    if not isinstance(micro, Scored):
-        return rows
-    return dataclasses.replace(micro, rows=rows)
-
-
-def with_before(micro: Scored | Rows, dtype: Any) -> Scored | Rows:
-    """Returns an empty micro-batch with zeros in place of the result of `Algorithm.before`."""
-    assert isinstance(micro, Scored)
-    return batch.with_array(micro, "before", np.zeros(micro.rows.inputs.shape, dtype))
 
 
 def empty_batch(learner: StepLearner, now: TrainState, rows: Rows) -> tuple[Batch, Batch]:
@@ -166,7 +149,7 @@ def empty_batch(learner: StepLearner, now: TrainState, rows: Rows) -> tuple[Batc
         return np.zeros(learner.shape, x.dtype)
 
     results = {program.name: program.results() for program in scoring_programs(learner, now, rows)}
-    data = ppo.add_old_logprob(recipe, data, jax.tree.map(zeros, results["log-probs"]))
+    data = ppo.add_old_logprob(recipe, data, None if recipe.bypass else jax.tree.map(zeros, results["log-probs"]))
     if "reference" in results:
         ref_logprob, exact_kl = jax.tree.map(zeros, results["reference"])
         data = data.with_arrays(ref_logprob=ref_logprob, exact_kl=exact_kl)

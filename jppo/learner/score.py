@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jppo.algorithms import kl, values
+from jppo.algorithms import kl
 from jppo.learner.views import Statistic
 from jppo.models import decoder, heads, lora, router
 from jppo.models.config import ModelConfig
@@ -42,37 +42,27 @@ Exact = Callable[[Weights, Weights, Rows], tuple[Scores, Array]]
 LogProbKL = Callable[[Weights, Weights | None, Rows, Array | None], Scores]
 
 
-class RouterOutputs(NamedTuple):
-    """Outputs of the routers in a pass; None: not requested, or no experts."""
-
-    router: RouterSums | None = None
-    routing_differs: Array | None = None
-
-
 def _run_trunk(
     model: tuple[Any, ModelConfig], params: Weights, rows: Rows, *, compare: bool = False, routed: bool = False
-) -> tuple[heads.State, RouterOutputs]:
-    """Runs a model up to its head; returns the hidden states with what the logits need, and the routers' outputs.
+) -> tuple[heads.State, dict[str, Any]]:
+    """Runs a model up to its head; returns the hidden states with what the logits need, and `Scores` of the routers.
 
     These are, if `routed`, the routers' sums over the mask; with `compare`, the share of the rows' replayed experts
     that the routers would not choose.
     """
-    variables, routers = lora.variables(params, rows.dropout), RouterOutputs()
+    (module, cfg), variables, scores = model, lora.variables(params, rows.dropout), dict[str, Any]()
     compare = compare and rows.experts is not None
     collections_to_read = [name for name, requested in ((router.SUMS, routed), (router.CHOICES, compare)) if requested]
     counted = jnp.asarray(rows.mask) if routed else None
-    routing = dict[str, Any](counted=counted, replayed=rows.experts)
-    if collections_to_read:
-        hidden, collections = model[0].apply(
-            variables, rows.inputs, rows.segment, rows.position, **routing, mutable=collections_to_read
-        )
-        routers = RouterOutputs(
-            router.collected_sums(collections, model[1]) if routed else None,
-            router.differing_share(collections, jnp.asarray(rows.experts), model[1]) if compare else None,
-        )
-    else:
-        hidden = model[0].apply(variables, rows.inputs, rows.segment, rows.position, **routing)
-    return (hidden, decoder.head_kernel(variables["params"], model[1]), model[1]), routers
+    out = module.apply(
+        variables, rows.inputs, rows.segment, rows.position, counted, rows.experts, mutable=collections_to_read or False
+    )
+    hidden, collections = out if collections_to_read else (out, {})
+    if routed:
+        scores["router"] = router.collected_sums(collections, cfg)
+    if compare:
+        scores["routing_differs"] = router.differing_share(collections, jnp.asarray(rows.experts), cfg)
+    return (hidden, decoder.head_kernel(variables["params"], cfg), cfg), scores
 
 
 def _without_replay(rows: Rows) -> Rows:
@@ -84,9 +74,8 @@ def make_router_load(model: Any, cfg: ModelConfig) -> Callable[[Weights, Rows], 
     """Makes (policy, rows) -> tokens of the mask by layer and expert, [layers, E] f32."""
 
     def count_tokens(params: Weights, rows: Rows) -> Array:
-        sums = _run_trunk((model, cfg), params, rows, routed=True)[1].router
-        assert sums is not None
-        return sums.load
+        load: Array = _run_trunk((model, cfg), params, rows, routed=True)[1]["router"].load
+        return load
 
     return count_tokens
 
@@ -122,12 +111,12 @@ def make_logprob(
             mesh=mesh,
             more=[function for _, function in statistics],
         )
-        return Scores(logprobs, entropy, **routers._asdict(), statistics=name_statistics(statistics, extra))
+        return Scores(logprobs, entropy, **routers, statistics=_name_statistics(statistics, extra))
 
     return logprob
 
 
-def name_statistics(statistics: Statistics, values: Sequence[Array]) -> dict[str, Array] | None:
+def _name_statistics(statistics: Statistics, values: Sequence[Array]) -> dict[str, Array] | None:
     """Returns statistics by name; None without any."""
     return {name: x for (name, _), x in zip(statistics, values, strict=True)} or None
 
@@ -141,13 +130,6 @@ def make_value(model: Any) -> Value:
         return heads.values(hidden, variables["params"]["score"]["kernel"])
 
     return value
-
-
-def make_expected(value: Value, value_range: tuple[float, float] | None) -> Value:
-    """Makes the values of a critic; with `value_range`, `value` returns the logits of a histogram."""
-    if value_range is None:
-        return value
-    return lambda params, rows: values.histogram_value(value(params, rows), value_range)
 
 
 def make_exact(
@@ -188,9 +170,8 @@ def make_exact(
         logprobs, entropy, ref_logprob, penalty, *extra = heads.by_logits(
             score_chunk, states, jnp.asarray(rows.targets), **options
         )
-        return Scores(
-            logprobs, entropy, penalty, **routers._asdict(), statistics=name_statistics(statistics, extra)
-        ), ref_logprob
+        scores = Scores(logprobs, entropy, penalty, **routers, statistics=_name_statistics(statistics, extra))
+        return scores, ref_logprob
 
     return exact
 
@@ -198,25 +179,21 @@ def make_exact(
 def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> LogProbKL:
     """Makes log-probs and entropy with the KL to the reference that `kind` names. Differentiable in the policy."""
 
-    def with_sampled_kl(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
-        scores = logprob(params, rows)
-        if kind is None:
+    def with_kl(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
+        if kind in kl.EXACT:
+            assert exact is not None and reference is not None
+            scores, ref_logprob = exact(params, reference, rows)
+        else:
+            scores = logprob(params, rows)
+        if kind is None or (kind in kl.EXACT and kind != "full+"):
             return scores
-        assert ref_logprob is not None
-        masked_logprobs = (
-            jnp.where(rows.mask, x, 0.0) for x in (scores.logprob, ref_logprob)
-        )  # no infinity from masked entries
-        return scores._replace(penalty=kl.ESTIMATORS[kind](*masked_logprobs))
+        assert ref_logprob is not None  # masked below: no infinity from masked entries
+        masked_logprobs = (jnp.where(rows.mask, x, 0.0) for x in (scores.logprob, ref_logprob))
+        if scores.penalty is None:
+            return scores._replace(penalty=kl.ESTIMATORS[kind](*masked_logprobs))
+        return scores._replace(penalty=kl.with_gradient_of_k2(scores.penalty, *masked_logprobs))
 
-    def with_exact_kl(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
-        assert exact is not None and reference is not None
-        scores, ref_logprob = exact(params, reference, rows)
-        if kind == "full+" and scores.penalty is not None:
-            masked_logprobs = (jnp.where(rows.mask, x, 0.0) for x in (scores.logprob, ref_logprob))
-            scores = scores._replace(penalty=kl.with_gradient_of_k2(scores.penalty, *masked_logprobs))
-        return scores
-
-    return with_exact_kl if kind in kl.EXACT else with_sampled_kl
+    return with_kl
 
 
 def make_reference(

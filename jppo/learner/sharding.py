@@ -194,7 +194,6 @@ def cache_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
 
 
 def put_rows(rows: Rows, mesh: Mesh) -> Rows:
-    """Puts a micro-batch on its devices."""
     placed: Rows = placing.put(rows, rows_sharding(mesh))
     return placed
 
@@ -242,7 +241,6 @@ def require_divisible(cfg: ModelConfig, mesh: Mesh) -> None:
 
 
 def _refuse_size(setting: str, divided: str, size: int) -> None:
-    """Raises UserError for a mesh axis that does not divide a dimension of `size`, with sizes that would."""
     fitting = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]
     raise UserError(f"{setting} must divide {divided}; {', '.join(fitting)} would")
 

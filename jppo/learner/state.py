@@ -74,12 +74,6 @@ def abstract(layout: ModelLayout) -> Params:
     return _with_shardings(layout.shapes, layout.shardings)
 
 
-def abstract_optimizer(tx: optax.GradientTransformation, layout: ModelLayout, _: Params) -> tuple[Any, Any]:
-    """Returns the optimizer's state as shapes, and its shardings, as `init_optimizer` does with arrays."""
-    shardings = sharding.optimizer_shardings(tx, layout.shapes, layout.shardings)
-    return _with_shardings(jax.eval_shape(lambda p: tx.init(in_f32(p)), layout.shapes), shardings), shardings
-
-
 def _with_shardings(shapes: Any, places: Any) -> Any:
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, places)
 
@@ -90,7 +84,12 @@ def _param_dtype(layout: ModelLayout) -> Any:
 
 
 def load_sharded(layout: ModelLayout, path: str, *, init: str, key: jax.Array) -> Params:
-    """Loads the parameters in their shards from the checkpoint at `path`, or random ones if init is 'random'."""
+    """Loads the parameters in their shards from the checkpoint at `path`.
+
+    They are random ones if init is 'random', and shapes without arrays if it is 'shapes'.
+    """
+    if init == "shapes":
+        return abstract(layout)
     dtype = _param_dtype(layout)
     if init == "random":
         draw = functools.partial(init_params, layout.cfg, head=layout.head, param_dtype=dtype)
@@ -100,9 +99,10 @@ def load_sharded(layout: ModelLayout, path: str, *, init: str, key: jax.Array) -
 
 def on_trunk(layout: ModelLayout, trunk: Params, *, key: jax.Array) -> Params:
     """Makes a critic on a policy's trunk: the same arrays, and a new value head."""
-    dtype = _param_dtype(layout)
-    score = init_head(layout.cfg, key, head="value", param_dtype=dtype)["score"]
     shared_weights = {name: part for name, part in trunk.items() if name in layout.shapes}
+    if placing.are_shapes(trunk):
+        return shared_weights | {"score": abstract(layout)["score"]}
+    score = init_head(layout.cfg, key, head="value", param_dtype=_param_dtype(layout))["score"]
     return shared_weights | {"score": placing.put(score, layout.shardings["score"])}
 
 
@@ -119,18 +119,21 @@ def adapt(layout: ModelLayout, values: Params, spec: Lora, *, key: jax.Array, pa
         return new_weights
 
     scores = {"score": values["score"]} if layout.head == "value" else {}
-    base = {name: part for name, part in values.items() if name not in scores}
+    base = Base({name: x for name, x in values.items() if name not in scores}, spec.scale, spec.dropout)
+    if placing.are_shapes(values):
+        return abstract(layout), base
     if path:
-        return hf.load_adapters(path, layout.cfg, spec, shardings=layout.shardings), Base(
-            base, spec.scale, spec.dropout
-        )
-    return jax.jit(init_learned, out_shardings=layout.shardings)(scores), Base(base, spec.scale, spec.dropout)
+        return hf.load_adapters(path, layout.cfg, spec, shardings=layout.shardings), base
+    return jax.jit(init_learned, out_shardings=layout.shardings)(scores), base
 
 
 def init_optimizer(tx: optax.GradientTransformation, layout: ModelLayout, values: Params) -> tuple[Any, Any]:
-    """Initialises the optimizer's state in its shards; returns also its shardings."""
+    """Initialises the optimizer's state in its shards, or as shapes for shapes; returns also its shardings."""
     shardings = sharding.optimizer_shardings(tx, layout.shapes, layout.shardings)
-    return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=shardings)(placing.to_device(values)), shardings
+    begin = jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=shardings)
+    if placing.are_shapes(values):
+        return _with_shardings(jax.eval_shape(begin, layout.shapes), shardings), shardings
+    return begin(placing.to_device(values)), shardings
 
 
 def spare_of_optimizer(tx: optax.GradientTransformation, layout: ModelLayout) -> Any:
@@ -181,9 +184,9 @@ def begin_state(
     kl_coef: float = 0.0,
     seed: int,
     value_norm: bool = False,
-    put: Callable[[Any, Any], Any] = placing.put,
 ) -> TrainState:
-    """Makes the state before the first step; `put` places its numbers."""
+    """Makes the state before the first step; of shapes, if the models are."""
+    put = placing.shapes if placing.are_shapes((policy, value)) else placing.put
     replicated = sharding.replicated(placing.mesh_of((policy, value)))
     return TrainState(
         step=put(jnp.int32(0), replicated),

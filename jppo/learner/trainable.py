@@ -37,12 +37,13 @@ class Before:
         data = mini.batch
         rows = [dataclasses.replace(micro.rows, dropout=None) for micro in mini.micros]  # it has no dropout
         assert data is not None
-        available: dict[str, Any] = {**data.arrays}
-        available["mask"] = mask = batch.unpack_rows(data, [(r, np.asarray(r.mask)) for r in rows])
+        mask = batch.unpack_rows(data, [(r, np.asarray(r.mask)) for r in rows])
+        available: dict[str, Any] = {**data.arrays} | {"mask": mask}
         if "logprob" in self.reads:
             scores = [placing.fetch(self.logprob(model, placing.put(r, mini.place)).logprob) for r in rows]
             available["logprob"] = batch.unpack_rows(data, list(zip(rows, scores, strict=True)))
-        available |= {f"{SHARE}{share}": share_of(share, mask) for share in names_of(self.reads, SHARE)}
+        for share in names_of(self.reads, SHARE):  # such as '0.1' of the tokens, rounded down
+            available[f"{SHARE}{share}"] = np.int32(max(1, int(float(share) * int(mask.sum()))))
         arrays = {name: available[name] for name in self.reads if name in available}
         result = np.asarray(self.function(key, step, np.int32(number), arrays))
         micros = [batch.with_array(m, "before", batch.pack_like(data, result, m.rows)) for m in mini.micros]
@@ -54,11 +55,6 @@ class Before:
         available["logprob"] = np.zeros(data.mask.shape, np.float32)
         available |= {f"{SHARE}{share}": np.int32(0) for share in names_of(self.reads, SHARE)}
         return {name: available[name] for name in self.reads if name in available}
-
-
-def share_of(share: str, mask: np.ndarray) -> np.int32:
-    """Returns the number of tokens in a share of the mask's, such as '0.1', rounded down, at least 1."""
-    return np.int32(max(1, int(float(share) * int(mask.sum()))))
 
 
 def make_before(algorithm: Algorithm, logprob: LogProb) -> Before | None:
@@ -121,7 +117,6 @@ class Trainable:
         return self.base is not None and self.base.dropout > 0
 
     def model(self, learned: Params) -> Weights:
-        """Returns the whole model."""
         return join(learned, self.base)
 
     def learn(

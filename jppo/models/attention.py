@@ -260,33 +260,6 @@ def attend_cached(
     chex.assert_rank([q, k, v, position], [4, 4, 4, 2])
     key_positions = jnp.arange(k.shape[1], dtype=jnp.int32)
     visible = _in_window(position[:, :, None], key_positions[None, None, :], windows, kind)
-    return _softmax_mix(q, k, v, visible, sinks, scale=scale, softcap=softcap)
-
-
-def _in_window(query: jax.Array, key: jax.Array, windows: Windows, kind: jax.Array | int) -> jax.Array:
-    """Whether the key is in the window of the query's position."""
-    visible = key <= query
-    if all(window is None for window in windows):
-        return visible
-    no_limit = jnp.iinfo(jnp.int32).max
-    sizes = jnp.asarray([no_limit if window is None else window for window in windows], jnp.int32)
-    return visible & (query - key < sizes[kind])
-
-
-def _softmax_mix(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    visible: jax.Array,
-    sinks: jax.Array | None,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> jax.Array:
-    """Computes softmax(cap(q k^T scale)) v over `visible` [R or 1, T, S]; each kv head is shared by H/K query heads.
-
-    Every query must see a key. Empty positions (segment 0) see each other, so that all is finite.
-    """
     R, T, H, A = q.shape
     K = k.shape[2]
     # g: the query heads that share one kv head; t: queries, s: keys.
@@ -300,6 +273,16 @@ def _softmax_mix(
         scores = jnp.concatenate([scores, sink], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)  # [R, K, H/K, T, S]
     return jnp.einsum("rkgts,rska->rtkga", weights, v).reshape(R, T, H, v.shape[-1])
+
+
+def _in_window(query: jax.Array, key: jax.Array, windows: Windows, kind: jax.Array | int) -> jax.Array:
+    """Whether the key is in the window of the query's position."""
+    visible = key <= query
+    if all(window is None for window in windows):
+        return visible
+    no_limit = jnp.iinfo(jnp.int32).max
+    sizes = jnp.asarray([no_limit if window is None else window for window in windows], jnp.int32)
+    return visible & (query - key < sizes[kind])
 
 
 @jax.tree_util.register_dataclass

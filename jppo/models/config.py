@@ -61,7 +61,6 @@ class Stack:
 
     @property
     def layers(self) -> slice:
-        """Returns the layers' indices."""
         return slice(self.first, self.first + self.step * self.count, self.step)
 
 
@@ -160,7 +159,6 @@ class Experts:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Returns the widths of the experts."""
         return (self.width, self.shared_width) if self.shared_width else (self.width,)
 
 
@@ -177,7 +175,6 @@ class Latent:
 
     @property
     def head_dim(self) -> int:
-        """Returns the size of a head's queries and keys, A."""
         return self.plain_dim + self.rotary_dim
 
     @property
@@ -367,7 +364,6 @@ class ModelConfig:
         return Heads(self.num_kv_heads, self.head_dim) if kind_heads is None else kind_heads
 
     def mlp_width(self, modules: LayerModules) -> int:
-        """Returns the width of a layer's MLP."""
         double = self.gemma4 is not None and self.gemma4.double_shared and not modules.keyed
         return self.intermediate_size * (1 + double)
 

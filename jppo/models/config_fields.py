@@ -253,11 +253,7 @@ def read_experts(fields: Fields, names: ExpertNames | None, num_layers: int) -> 
     """Reads the experts; None if no layer has any."""
     if names is None or (names.switch and not fields.get(names.switch, bool, False)):
         return None
-    sparse = (True,) * num_layers
-    if names.mixed:
-        sparse = (
-            _sparse(fields, num_layers) if names.deepseek is None else _after_dense(fields, names.deepseek, num_layers)
-        )
+    sparse = _sparse_layers(fields, names, num_layers)
     if not any(sparse):
         return None
     # transformers 5 writes num_experts under its other name.
@@ -292,14 +288,13 @@ def _read_normalized(fields: Fields, names: ExpertNames) -> bool:
     return bool(fields.or_null("norm_topk_prob", bool, default))  # null is false, as in transformers
 
 
-def _after_dense(fields: Fields, version: DeepSeekVersion, num_layers: int) -> tuple[bool, ...]:
-    """Returns whether each layer has experts: all but the first ones."""
-    num_dense = fields.from_zero("first_k_dense_replace", version.dense_layers)
-    return tuple(i >= num_dense for i in range(num_layers))
-
-
-def _sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Returns whether each layer has experts, by the fields of step and exceptions."""
+def _sparse_layers(fields: Fields, names: ExpertNames, num_layers: int) -> tuple[bool, ...]:
+    """Returns whether each layer has experts: all but DeepSeek's first ones, or by fields of step and exceptions."""
+    if not names.mixed:
+        return (True,) * num_layers
+    if names.deepseek is not None:
+        num_dense = fields.from_zero("first_k_dense_replace", names.deepseek.dense_layers)
+        return tuple(i >= num_dense for i in range(num_layers))
     step = fields.get("decoder_sparse_step", int, 1)
     dense = fields.get("mlp_only_layers", list, [])
     if not all(isinstance(i, int) and 0 <= i < num_layers for i in dense):

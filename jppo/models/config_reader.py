@@ -230,8 +230,10 @@ def _embed_scale(fields: Fields, family: Family, hidden_size: int) -> float:
 def _query_scale(fields: Fields, family: Family, head_dim: int, rotary: Rotary) -> float:
     if family.gemma4:
         return 1.0
-    if family.latent:
-        return _latent_scale(fields, head_dim, rotary)
+    if family.latent:  # YaRN's `mscale_all_dim` raises it
+        rope = fields.config.get("rope_scaling") or fields.config.get("rope_parameters") or {}
+        yarn_scale = config_fields.mscale(rotary.factor, Fields(rope, fields.path).get("mscale_all_dim", float, 0.0))
+        return float(head_dim**-0.5 * yarn_scale**2)
     if family.multipliers:
         return _multiplier(fields, family, "attention_multiplier")
     scalar = fields.above_zero("query_pre_attn_scalar", 256.0) if family.query_pre_attn_scalar else head_dim
@@ -324,16 +326,15 @@ def _read_latent(fields: Fields, num_heads: int) -> Latent:
     )
 
 
-def _latent_scale(fields: Fields, head_dim: int, rotary: Rotary) -> float:
-    """Returns the scale of scores; YaRN's `mscale_all_dim` raises it."""
-    rope = fields.config.get("rope_scaling") or fields.config.get("rope_parameters") or {}
-    yarn_scale = config_fields.mscale(rotary.factor, Fields(rope, fields.path).get("mscale_all_dim", float, 0.0))
-    return float(head_dim**-0.5 * yarn_scale**2)
-
-
 def _read_delta(fields: Fields, layout: DeltaLayout, num_layers: int) -> Delta | None:
     """Reads the delta nets; None if every layer has attention."""
-    linear = _linear_layers(fields, num_layers)
+    types = fields.get("layer_types", list, None)
+    if types is None:
+        interval = fields.get("full_attention_interval", int, 4)
+        types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
+    if len(types) != num_layers or not set(types) <= {"linear_attention", "full_attention"}:
+        raise fields.refuse("layer_types", f"must be {num_layers} of linear_attention and full_attention")
+    linear = tuple(kind == "linear_attention" for kind in types)
     if not any(linear):
         return None
     key_heads, value_heads = fields.get("linear_num_key_heads", int, 16), fields.get("linear_num_value_heads", int, 32)
@@ -348,14 +349,3 @@ def _read_delta(fields: Fields, layout: DeltaLayout, num_layers: int) -> Delta |
         joined=layout == "joined",
         linear=linear,
     )
-
-
-def _linear_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Returns whether each layer has a gated delta net in place of attention."""
-    types = fields.get("layer_types", list, None)
-    if types is None:
-        interval = fields.get("full_attention_interval", int, 4)
-        return tuple((i + 1) % interval != 0 for i in range(num_layers))
-    if len(types) != num_layers or not set(types) <= {"linear_attention", "full_attention"}:
-        raise fields.refuse("layer_types", f"must be {num_layers} of linear_attention and full_attention")
-    return tuple(kind == "linear_attention" for kind in types)

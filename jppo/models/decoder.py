@@ -13,19 +13,18 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from jppo.models import attention, experts, kernels, lora, router
+from jppo.models import attention, kernels, lora, router
 from jppo.models.attention import Attend, Cache, LayerCache, State, attend_cached, cache_dtype, extend_cache, make_plain
 from jppo.models.config import AttentionKind, Gemma4, Group, LayerModules, ModelConfig, Stack
-from jppo.models.delta import DeltaNet, LatentAttention
-from jppo.models.experts import Mix, Mixture
 from jppo.models.modules import (
     ACTIVATIONS,
     MLP,
+    Block,
     Embed,
     Lookup,
     PerLayer,
-    Project,
     RMSNorm,
     embeddings_by_stack,
     look_up,
@@ -34,6 +33,7 @@ from jppo.models.modules import (
 from jppo.models.params import Head
 from jppo.models.rotary import LayerPositions, Positions, add_angles, rotate
 from jppo.models.router import Replayed, ReplayedStacks
+from jppo.models.sequence_parallel import EXCHANGED, WHOLE, Split
 from jppo.types import Params
 
 _COLLECTIONS = (lora.COLLECTION, router.SUMS, router.CHOICES)  # of a layer, next to its parameters
@@ -56,15 +56,12 @@ POLICIES = {
 
 
 def identity(x: jax.Array) -> jax.Array:
-    """Returns x."""
     return x
 
 
-class Attention(nn.Module):
+class Attention(Block):
     """Grouped-query attention with rotary positions; against a cache if there is one."""
 
-    cfg: ModelConfig
-    param_dtype: Any
     attend: Attend
     modules: LayerModules
 
@@ -74,33 +71,27 @@ class Attention(nn.Module):
     ) -> tuple[jax.Array, LayerCache | None]:
         """Computes attention of x [R, T, D]; returns it with the extended cache, or with keys and values to share."""
         cfg, modules = self.cfg, self.modules
-        D, H, (K, A) = cfg.hidden_size, cfg.num_heads, cfg.heads_of(modules)
-
-        def project(name: str, equation: str, shape: tuple[int, ...], bias: tuple[int, ...] | None) -> Project:
-            return Project(equation, shape, bias, cfg.initializer_range, self.param_dtype, name=name)
-
+        D, H, (K, A), bias = cfg.hidden_size, cfg.num_heads, cfg.heads_of(modules), cfg.qkv_bias
         if cfg.fused:
-            q, k, v = jnp.split(project("qkv", "rtd,dha->rtha", (D, H + 2 * K, A), None)(x), (H, H + K), axis=2)
+            q, k, v = jnp.split(self.project("qkv", "rtd,dha->rtha", D, H + 2 * K, A)(x), (H, H + K), axis=2)
         else:
             if modules.keyed:
-                k = v = project("k", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
+                k = v = self.project("k", "rtd,dka->rtka", D, K, A, bias=bias)(x)
             if modules.valued:
-                v = project("v", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
+                v = self.project("v", "rtd,dka->rtka", D, K, A, bias=bias)(x)
             if cfg.gated:
-                q_and_gate = project("q", "rtd,dhga->rthga", (D, H, 2, A), (H, 2, A) if cfg.qkv_bias else None)(x)
+                q_and_gate = self.project("q", "rtd,dhga->rthga", D, H, 2, A, bias=bias)(x)
                 q, gate = q_and_gate[:, :, :, 0], q_and_gate[:, :, :, 1]
             else:
-                q = project("q", "rtd,dha->rtha", (D, H, A), (H, A) if cfg.qkv_bias else None)(x)
+                q = self.project("q", "rtd,dha->rtha", D, H, A, bias=bias)(x)
         if cfg.qk_norm is not None:
             axes = 1 if cfg.qk_norm == "head" else 2
-            q = RMSNorm(cfg, self.param_dtype, axes, name="q_norm")(q)
+            q = self.norm("q_norm", axes=axes)(q)
             if modules.keyed:
-                k = RMSNorm(cfg, self.param_dtype, axes, name="k_norm")(k)
+                k = self.norm("k_norm", axes=axes)(k)
         if cfg.gemma4 is not None and modules.keyed:
             v = RMSNorm(cfg, self.param_dtype, scaled=False)(v)
-        sinks = None
-        if cfg.sinks:
-            sinks = self.param("sinks", nn.initializers.normal(cfg.initializer_range), (H,), self.param_dtype)
+        sinks = self.weight("sinks", nn.initializers.normal(cfg.initializer_range), H) if cfg.sinks else None
         q = rotate(q, positions.cos, positions.sin)
         if modules.keyed:
             k = rotate(k, positions.cos, positions.sin)
@@ -119,20 +110,19 @@ class Attention(nn.Module):
             )
         if cfg.gated:
             output *= jax.nn.sigmoid(gate)
-        return project("o", "rtha,had->rtd", (H, A, D), (D,) if cfg.o_bias else None)(output), cache
+        return self.project("o", "rtha,had->rtd", H, A, D, bias=cfg.o_bias)(output), cache
 
 
-class Layer(nn.Module):
+class Layer(Block):
     """A block: x + attention(norm(x)), or a recurrence; then x + mlp(norm(x)), or experts. The body of a scan.
 
     The norms may be on the outputs instead, or on both.
     """
 
-    cfg: ModelConfig
-    param_dtype: Any
     constrain: Callable[[jax.Array], jax.Array]
     attend: Attend
-    mix: Mix
+    mesh: Mesh | None
+    split: Split
     modules: LayerModules
 
     @nn.compact
@@ -148,27 +138,33 @@ class Layer(nn.Module):
         """Computes the layer's output [R, T, D] and its extended cache, if there is one."""
         cfg, modules = self.cfg, self.modules
 
-        def norm(name: str, y: jax.Array, enabled: bool) -> jax.Array:
-            return RMSNorm(cfg, self.param_dtype, name=name)(y) if enabled else y
+        def norm(name: str, y: jax.Array, enabled: bool = True) -> jax.Array:
+            return self.norm(name)(y) if enabled else y
 
-        mixer: Any = functools.partial(Attention, modules=modules)
+        mixer: Any
         if modules.mixer == "delta":
+            from jppo.models.delta import DeltaNet
+
             mixer = DeltaNet(cfg, self.param_dtype, name="delta")
+        elif cfg.latent is not None:
+            from jppo.models.delta import LatentAttention
+
+            to_cache = functools.partial(attend_cached, **attention_settings(cfg))
+            mixer = LatentAttention(cfg, self.param_dtype, self.attend, to_cache, name="attn")
         else:
-            if cfg.latent is not None:
-                to_cache = functools.partial(attend_cached, **attention_settings(cfg))
-                mixer = functools.partial(LatentAttention, attend_cached=to_cache)
-            mixer = mixer(cfg, self.param_dtype, self.attend, name="attn")
+            mixer = Attention(cfg, self.param_dtype, self.attend, modules, name="attn")
         y, cache = mixer(norm("attn_norm", x, cfg.pre_norms), positions.for_layer(kind, modules.kind), cache)
         x = x + scale_in_f32(norm("attn_post_norm", y, cfg.post_norms), cfg.residual_scale)
         y = norm("mlp_norm", x, cfg.pre_norms)
         if modules.dense:
             y = MLP(cfg, self.param_dtype, cfg.mlp_width(modules), name="mlp")(y)
         if modules.sparse:
-            mixture = Mixture(cfg, self.param_dtype, self.mix, name="experts")
+            from jppo.models.experts import Mixture
+
+            mixture = Mixture(cfg, self.param_dtype, self.mesh, self.split, name="experts")
             if modules.beside:
-                experts_output = mixture(norm("experts_norm", x, True), replayed, positions.counted, x)
-                y = norm("mlp_own_norm", y, True) + norm("experts_post_norm", experts_output, True)
+                experts_output = mixture(norm("experts_norm", x), replayed, positions.counted, x)
+                y = norm("mlp_own_norm", y) + norm("experts_post_norm", experts_output)
             else:
                 y = mixture(y, replayed, positions.counted)
         x = x + scale_in_f32(norm("mlp_post_norm", y, cfg.post_norms), cfg.residual_scale)
@@ -178,16 +174,12 @@ class Layer(nn.Module):
 
     def _add_layer_embedding(self, spec: Gemma4, x: jax.Array, layer_embedding: jax.Array | None) -> jax.Array:
         """Adds the layer's own embedding of the token, gated by the state, and multiplies by the layer's factor."""
-        cfg, D, P = self.cfg, self.cfg.hidden_size, spec.per_layer
-
-        def project(name: str, equation: str, *shape: int) -> Project:
-            return Project(equation, shape, None, cfg.initializer_range, self.param_dtype, name=name)
-
+        D, P = self.cfg.hidden_size, spec.per_layer
         if layer_embedding is not None:
-            gate = ACTIVATIONS[cfg.activation](project("per_layer_gate", "rtd,dp->rtp", D, P)(x))
-            y = project("per_layer_out", "rtp,pd->rtd", P, D)(gate * layer_embedding)
-            x = x + RMSNorm(cfg, self.param_dtype, name="per_layer_norm")(y)
-        factor = self.param("scalar", nn.initializers.ones, (1,), self.param_dtype)
+            gate = ACTIVATIONS[self.cfg.activation](self.project("per_layer_gate", "rtd,dp->rtp", D, P)(x))
+            y = self.project("per_layer_out", "rtp,pd->rtd", P, D)(gate * layer_embedding)
+            x = x + self.norm("per_layer_norm")(y)
+        factor = self.weight("scalar", nn.initializers.ones, 1)
         return x * jax.lax.stop_gradient(factor).astype(x.dtype)[None, None]
 
 
@@ -226,7 +218,8 @@ class Decoder(nn.Module):
     constrain: Callable[[jax.Array], jax.Array] = identity  # on activations [R, T, D]: their sharding
     attend: Attend | None = None  # None: by XLA alone
     lookup: Lookup = look_up  # of token embeddings
-    mix: Mix = experts.mix  # of experts' outputs
+    mesh: Mesh | None = None  # None: one device
+    split: Split = EXCHANGED  # of the rows over the mesh
 
     @nn.compact
     def __call__(
@@ -254,7 +247,7 @@ class Decoder(nn.Module):
         positions = dataclasses.replace(positions_by_kind(cfg, position, segment), counted=counted)
 
         def settings(stack: Stack) -> tuple[Any, ...]:
-            return cfg, self.param_dtype, self.constrain, attend, self.mix, stack.modules
+            return cfg, self.param_dtype, self.constrain, attend, self.mesh, self.split, stack.modules
 
         for group in cfg.groups:
             count = group[0].count
@@ -271,8 +264,9 @@ class Decoder(nn.Module):
             if len(group) == 1:
                 layers = scan(layer)(*settings(group[0]), name=group[0].path[0])
                 x, shared_keys = layers(x, kinds[0], positions, replays[0], vectors[0])
-                if shared_keys is not None:
-                    positions = add_shared_keys(positions, group[0].modules, jax.tree.map(lambda y: y[0], shared_keys))
+                if shared_keys is not None:  # later layers of this kind share them
+                    shared = {group[0].modules.kind: (shared_keys.k[0], shared_keys.v[0])}
+                    positions = dataclasses.replace(positions, shared=(positions.shared or {}) | shared)
             else:
                 periods = scan(Period)(
                     group, lambda stack: layer(*settings(stack), name=stack.path[1]), name=group[0].path[0]
@@ -296,12 +290,6 @@ def positions_by_kind(cfg: ModelConfig, position: jax.Array, segment: jax.Array 
         return cfg.head_dim if cfg.latent is None else cfg.latent.rotary_dim
 
     return add_angles([(kind.rotary, rotary_dim(kind)) for kind in cfg.kinds], position, segment)
-
-
-def add_shared_keys(positions: Positions, modules: LayerModules, cache: LayerCache) -> Positions:
-    """Adds a layer's keys and values, which later layers of its kind share."""
-    assert modules.kind is not None
-    return dataclasses.replace(positions, shared=(positions.shared or {}) | {modules.kind: (cache.k, cache.v)})
 
 
 def scale_embeddings(embeddings: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:
@@ -333,7 +321,7 @@ def forward_cached(
     segment: jax.Array | None = None,
     *,
     constrain: Callable[[jax.Array], jax.Array] = identity,
-    mix: Mix = experts.mix,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
     """Runs tokens [R, P] at `position` after the cache's tokens; returns states [R, P, D], next cache, experts.
 
@@ -353,7 +341,7 @@ def forward_cached(
     next_cache, chosen, shared = list[State | None](), list[jax.Array | None](), dict[int | None, State]()
     layers = zip(split["layers"], cfg.layer_kinds, cache, cfg.layer_modules, layer_embeddings, strict=True)
     for variables, kind, layer_cache, modules, embedding in layers:
-        layer = Layer(cfg, dtype, constrain, attend, mix, modules)
+        layer = Layer(cfg, dtype, constrain, attend, mesh, WHOLE, modules)
         layer_cache = layer_cache if modules.keyed else shared[modules.kind]
         (x, state), updates = layer.apply(
             variables, x, kind, positions, None, embedding, layer_cache, mutable=[router.CHOICES]

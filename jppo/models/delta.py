@@ -22,20 +22,16 @@ import jax.numpy as jnp
 
 from jppo.models import lora
 from jppo.models.attention import Attend, DeltaCache, LayerCache, extend_cache
-from jppo.models.config import ModelConfig
 from jppo.models.kernels import product
-from jppo.models.modules import ACTIVATIONS, Project, RMSNorm
+from jppo.models.modules import ACTIVATIONS, Block, Project
 from jppo.models.rotary import LayerPositions, rotate
 
 CHUNK = 64  # tokens whose changes of the state are computed together
 _EPS = 1e-6  # of the norms of queries and keys
 
 
-class DeltaNet(nn.Module):
+class DeltaNet(Block):
     """A gated delta net; from a recurrent state if there is one."""
-
-    cfg: ModelConfig
-    param_dtype: Any
 
     @nn.compact
     def __call__(
@@ -50,13 +46,7 @@ class DeltaNet(nn.Module):
 
         def project(name: str, *shape: int) -> Project:
             out = "hga"[: len(shape)]
-            return Project(
-                f"rtd,d{out}->rt{out}", (D, *shape), None, cfg.initializer_range, self.param_dtype, name=name
-            )
-
-        def param(name: str, init: Any, *shape: int) -> jax.Array:
-            out: jax.Array = self.param(name, init, shape, self.param_dtype)
-            return out
+            return self.project(name, f"rtd,d{out}->rt{out}", D, *shape)
 
         if spec.joined:
             qkvz, ba = project("qkvz", N, spec.joined_widths[0])(x), project("ba", N, spec.joined_widths[1])(x)
@@ -65,8 +55,9 @@ class DeltaNet(nn.Module):
             b, a = jnp.split(ba, 2, axis=-1)
         else:
             mixed, z, b, a = project("qkv", C)(x), project("z", U, W)(x), project("b", U)(x), project("a", U)(x)
-        kernel = param("conv", nn.initializers.normal(cfg.initializer_range), C, 1, spec.taps)[:, 0]
-        decay = _decays(a.reshape(R, T, U), param("a_log", _log_rates, U), param("dt_bias", nn.initializers.ones, U))
+        kernel = self.weight("conv", nn.initializers.normal(cfg.initializer_range), C, 1, spec.taps)[:, 0]
+        log_rate, bias = self.weight("a_log", _log_rates, U), self.weight("dt_bias", nn.initializers.ones, U)
+        decay = _decays(a.reshape(R, T, U), log_rate, bias)
         rate = jax.nn.sigmoid(b.reshape(R, T, U).astype(jnp.float32))
         if cache is None:
             assert positions.segment is not None
@@ -85,10 +76,9 @@ class DeltaNet(nn.Module):
         out, state = run_delta_rule(q * spec.key_dim**-0.5, k, v, decay, rate, run, state)
         if cache is not None:
             cache = DeltaCache(state, _last_inputs(inputs, positions.segment, spec.taps - 1).astype(cache.inputs.dtype))
-        gain = param("scale", nn.initializers.ones, W)
+        gain = self.weight("scale", nn.initializers.ones, W)
         y = _gated_norm(out.reshape(R, T, U, W), z.reshape(R, T, U, W), gain, cfg.rms_norm_eps)
-        o = Project("rtha,had->rtd", (U, W, D), None, cfg.initializer_range, self.param_dtype, name="out")
-        return o(y.astype(x.dtype)), cache
+        return self.project("out", "rtha,had->rtd", U, W, D)(y.astype(x.dtype)), cache
 
 
 def _log_rates(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -204,11 +194,9 @@ def _run_chunk(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, ...]
 NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is: as in transformers
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Block):
     """Attention by latents with rotary positions in a part of each head; against a cache if there is one."""
 
-    cfg: ModelConfig
-    param_dtype: Any
     attend: Attend
     attend_cached: Callable[..., jax.Array]
 
@@ -221,25 +209,19 @@ class LatentAttention(nn.Module):
         assert spec is not None
         D, H, C, N, W = cfg.hidden_size, cfg.num_heads, spec.rank, spec.plain_dim, spec.value_dim
 
-        def project(name: str, equation: str, *shape: int, bias: bool = False) -> Project:
-            return Project(
-                equation, shape, shape[-1:] if bias else None, cfg.initializer_range, self.param_dtype, name=name
-            )
-
-        def norm(name: str, y: jax.Array) -> jax.Array:
-            return RMSNorm(cfg, self.param_dtype, eps=NORM_EPS, name=name)(y)
-
         if spec.query_rank is None:
-            q = project("q", "rtd,dha->rtha", D, H, spec.head_dim)(x)
+            q = self.project("q", "rtd,dha->rtha", D, H, spec.head_dim)(x)
         else:
-            query_latent = norm("q_norm", project("q_a", "rtd,dq->rtq", D, spec.query_rank, bias=cfg.qkv_bias)(x))
-            q = project("q_b", "rtq,qha->rtha", spec.query_rank, H, spec.head_dim)(query_latent)
+            query_latent = self.project("q_a", "rtd,dq->rtq", D, spec.query_rank, bias=cfg.qkv_bias)(x)
+            query_latent = self.norm("q_norm", eps=NORM_EPS)(query_latent)
+            q = self.project("q_b", "rtq,qha->rtha", spec.query_rank, H, spec.head_dim)(query_latent)
         q_plain, q_rotary = q[..., :N], self._rotate(q[..., N:], positions)
-        latent_and_key = project("kv_a", "rtd,dj->rtj", D, spec.cached_dim, bias=cfg.qkv_bias)(x)
-        latent, key = norm("kv_norm", latent_and_key[..., :C]), self._rotate(latent_and_key[:, :, None, C:], positions)
+        latent_and_key = self.project("kv_a", "rtd,dj->rtj", D, spec.cached_dim, bias=cfg.qkv_bias)(x)
+        latent = self.norm("kv_norm", eps=NORM_EPS)(latent_and_key[..., :C])
+        key = self._rotate(latent_and_key[:, :, None, C:], positions)
         if cache is None:
             assert positions.segment is not None
-            keys_and_values = project("kv_b", "rtc,chu->rthu", C, H, N + W)(latent)
+            keys_and_values = self.project("kv_b", "rtc,chu->rthu", C, H, N + W)(latent)
             key = jnp.broadcast_to(key, (*keys_and_values.shape[:3], key.shape[-1]))
             q, k = (jnp.concatenate(parts, axis=-1) for parts in ((q_plain, q_rotary), (keys_and_values[..., :N], key)))
             output = self.attend(q, k, keys_and_values[..., N:], positions.segment, positions.kind)  # [R, T, H, W]
@@ -249,7 +231,7 @@ class LatentAttention(nn.Module):
             q = jnp.concatenate([product("rthn,chn->rthc", q_plain, kernel[..., :N]), q_rotary], axis=-1)
             mixed_latents = self.attend_cached(q, cache.k, cache.k[..., :C], positions.position, positions.kind)
             output = product("rthc,chw->rthw", mixed_latents, kernel[..., N:])
-        return project("o", "rthw,hwd->rtd", H, W, D, bias=cfg.o_bias)(output), cache
+        return self.project("o", "rthw,hwd->rtd", H, W, D, bias=cfg.o_bias)(output), cache
 
     def _rotate(self, x: jax.Array, positions: LayerPositions) -> jax.Array:
         """Rotates a part of each head [R, T, heads, P]; interleaved pairs are put in halves, as the keys' are."""

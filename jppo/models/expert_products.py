@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.models.config import ModelConfig
-from jppo.models.kernels import product
+from jppo.models.kernels import product, recomputed_by
 from jppo.models.modules import ACTIVATIONS
 
 ModelAndAxis = tuple[ModelConfig, str | None]  # a model, and the mesh axis that shards its experts' width
@@ -93,7 +93,12 @@ class GroupedMap(NamedTuple):
         return tuple(x.at[pair // times].get(mode="fill", fill_value=0) for x, times in pairs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _backward(mapping: GroupedMap, args: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    cpu, default = (functools.partial(grouped_gradients, mapping, cpu=cpu) for cpu in (True, False))
+    return *jax.lax.platform_dependent(*args, cotangent, cpu=cpu, default=default), None, None
+
+
+@recomputed_by(_backward)
 def grouped_map(
     mapping: GroupedMap, kernels: Any, rows: tuple[jax.Array, ...], sizes: jax.Array, order: jax.Array
 ) -> jax.Array:
@@ -104,18 +109,6 @@ def grouped_map(
     cpu, default = (functools.partial(grouped_outputs, mapping, cpu=cpu) for cpu in (True, False))
     result: jax.Array = jax.lax.platform_dependent(kernels, rows, sizes, order, cpu=cpu, default=default)
     return result
-
-
-def _forward(mapping: GroupedMap, *args: Any) -> tuple[jax.Array, Any]:
-    return grouped_map(mapping, *args), args
-
-
-def _backward(mapping: GroupedMap, args: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    cpu, default = (functools.partial(grouped_gradients, mapping, cpu=cpu) for cpu in (True, False))
-    return *jax.lax.platform_dependent(*args, cotangent, cpu=cpu, default=default), None, None
-
-
-grouped_map.defvjp(_forward, _backward)
 
 
 def grouped_outputs(
@@ -194,15 +187,11 @@ def expert_outputs(
 ) -> jax.Array:
     """Computes outputs [P, D], times weights [P, 1], of pairs of a row and an expert; each row is in `times` pairs.
 
-    Kernels are by `join_kernels`.
-    In this order the first `sizes[0]` pairs are of the first expert, the next ones of the second.
+    Kernels are by `join_kernels`. In this order the first `sizes[0]` pairs are of the first expert, the next ones of
+    the second.
     """
-    return grouped_map(expert_function(spec, times), kernels, (rows, weight), sizes, order)
-
-
-def expert_function(spec: ModelAndAxis, times: int) -> GroupedMap:
-    """Returns the experts' outputs as a function of blocks."""
-    return GroupedMap(functools.partial(_expert_blocks, spec), (times, 1))
+    mapping = GroupedMap(functools.partial(expert_blocks, spec), (times, 1))
+    return grouped_map(mapping, kernels, (rows, weight), sizes, order)
 
 
 def join_kernels(kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -213,7 +202,7 @@ def join_kernels(kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return gate_up, down, *bias, *biases[2:]
 
 
-def _expert_blocks(spec: ModelAndAxis, kernels: tuple[jax.Array, ...], rows: tuple[jax.Array, ...]) -> jax.Array:
+def expert_blocks(spec: ModelAndAxis, kernels: tuple[jax.Array, ...], rows: tuple[jax.Array, ...]) -> jax.Array:
     """Computes outputs of blocks of rows [blocks, n, D], with weights [blocks, n, 1], by their experts' kernels.
 
     The weights scale the input of down: so their gradient needs no outputs.

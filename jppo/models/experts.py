@@ -15,36 +15,30 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jppo.models import lora, router
 from jppo.models.config import ModelConfig
 from jppo.models.expert_products import expert_outputs, join_kernels, sum_consecutive
-from jppo.models.kernels import product
-from jppo.models.modules import MLP, RMSNorm
+from jppo.models.kernels import product, recomputed_by
+from jppo.models.modules import MLP, Block
 from jppo.models.sequence_parallel import (
+    EXCHANGED,
     EXPERT,
     HEADS,
-    POSITIONS,
-    WHOLE,
+    Split,
     column_axes,
     gather_all,
     map_over_mesh,
-    row_axes,
     sum_grads,
 )
 
-# (kernels, x [R, T, D], weights and indices of the tokens' experts [R, T, active], model) -> [R, T, D]
-# The kernels, of gate, up and down, are [E, D, M]; any biases follow, [E, 1, M] of gate and up, [E, D, 1] of down.
-Mix = Callable[[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array, ModelConfig], jax.Array]
 
-
-class Mixture(nn.Module):
+class Mixture(Block):
     """The sum of a token's active experts by the router's weights, and of a shared expert, by a gate if it has one."""
 
-    cfg: ModelConfig
-    param_dtype: Any
-    mix: Mix
+    mesh: Mesh | None
+    split: Split
 
     @nn.compact
     def __call__(
@@ -64,13 +58,12 @@ class Mixture(nn.Module):
         def param(name: str, *shape: int) -> jax.Array:
             initializers = {"bias": nn.initializers.zeros, "scale": nn.initializers.ones}
             init = initializers.get(name.rpartition("_")[2], nn.initializers.normal(cfg.initializer_range))
-            out: jax.Array = self.param(name, init, shape, self.param_dtype)
-            return out
+            return self.weight(name, init, *shape)
 
         D, E, M = cfg.hidden_size, spec.count, spec.width
         router_input = x if router_input is None else router_input
         if spec.names.beside:
-            router_input = RMSNorm(cfg, self.param_dtype, name="router_norm")(router_input) * D**-0.5
+            router_input = self.norm("router_norm")(router_input) * D**-0.5
         logits = product("rtd,de->rte", router_input, param("router", D, E), jnp.float32)
         if spec.names.biased:
             logits += param("router_bias", E)[None, None].astype(jnp.float32)
@@ -93,7 +86,7 @@ class Mixture(nn.Module):
         if counted is not None and self.is_mutable_collection(router.SUMS):
             sums = router.sums_by_row(logits, spec, chosen, counted)
             self.put_variable(router.SUMS, router.SUMS_NAME, sums)
-        y = self.mix(kernels, x, weight, chosen, cfg)
+        y = mix(kernels, x, weight, chosen, cfg, mesh=self.mesh, split=self.split)
         if not spec.shared_width:
             return y
         shared = MLP(cfg, self.param_dtype, spec.shared_width, name="shared")(x)
@@ -110,17 +103,21 @@ class Mixture(nn.Module):
 
 
 def mix(
-    kernels: tuple[jax.Array, ...], x: jax.Array, weight: jax.Array, chosen: jax.Array, cfg: ModelConfig
+    kernels: tuple[jax.Array, ...],
+    x: jax.Array,
+    weight: jax.Array,
+    chosen: jax.Array,
+    cfg: ModelConfig,
+    *,
+    mesh: Mesh | None = None,
+    split: Split = EXCHANGED,
 ) -> jax.Array:
-    """Computes the weighted sum of each token's experts on one device; a `Mix`."""
+    """Computes the weighted sum of each token's experts: x [R, T, D], weights and indices [R, T, active] -> [R, T, D].
+
+    The kernels, of gate, up and down, are [E, D, M]; any biases follow, [E, 1, M] of gate and up, [E, D, 1] of down.
+    """
     chex.assert_rank([*kernels, x, weight, chosen], 3)
-    return _mix(_Plan(cfg, None, False), kernels, x, weight, chosen)
-
-
-def make_mix(mesh: Mesh | AbstractMesh | None, *, whole_rows: bool = False) -> Mix:
-    """Makes a `Mix` for a mesh, with x sharded as rows and their positions; `whole_rows`: as whole rows."""
-    mesh = None if mesh is None or mesh.size == 1 else mesh
-    return lambda kernels, x, weight, chosen, cfg: _mix(_Plan(cfg, mesh, whole_rows), kernels, x, weight, chosen)
+    return _mix(_Plan(cfg, None if mesh is None or mesh.size == 1 else mesh, split), kernels, x, weight, chosen)
 
 
 class _Shards(NamedTuple):
@@ -136,8 +133,8 @@ class _Plan:
     """How each device of a mesh computes the outputs of its own tokens."""
 
     cfg: ModelConfig
-    mesh: Mesh | AbstractMesh | None
-    whole_rows: bool
+    mesh: Mesh | None
+    split: Split
 
     def shards(self, kernels: tuple[jax.Array, ...]) -> _Shards:
         """Returns the axes that shard such kernels; as the sharding rules, but only axes that exchange something."""
@@ -163,20 +160,7 @@ class _Plan:
             )
             for kernel, axes in zip(kernels, shards.column_axes, strict=True)
         )
-
-        def map_devices(fn: Callable[..., Any], *groups: tuple[str, ...]) -> Callable[..., Any]:
-            rows = PartitionSpec(*groups, row_axes(), POSITIONS)
-            if self.whole_rows:
-                rows = PartitionSpec(WHOLE.rows)
-            outs = (tuple(PartitionSpec(*groups, *spec) for spec in specs), rows, rows) if gradients else rows
-
-            def call(kernels: Any, *arrays: Any) -> Any:
-                ins = specs, *(rows for _ in arrays)
-                return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(kernels, *arrays)
-
-            return call
-
-        return map_over_mesh(map_devices, fn)
+        return map_over_mesh(fn, mesh, specs, gradients=gradients, split=self.split)
 
     def device_outputs(
         self, shards: _Shards, kernels: tuple[jax.Array, ...], x: jax.Array, weight: jax.Array, chosen: jax.Array
@@ -195,22 +179,15 @@ class _Plan:
         return sum_consecutive(outputs, spec.active).reshape(x.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mix_backward(plan: _Plan, args: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    grad_kernels, grads = plan.on_mesh(_backward, args[0], True)(*args, cotangent)
+    return grad_kernels, *grads, None
+
+
+@recomputed_by(_mix_backward)
 def _mix(plan: _Plan, kernels: tuple[jax.Array, ...], x: jax.Array, weight: jax.Array, chosen: jax.Array) -> jax.Array:
     outputs: jax.Array = plan.on_mesh(_forward, kernels, False)(kernels, x, weight, chosen)
     return outputs
-
-
-def _mix_forward(plan: _Plan, *args: Any) -> tuple[jax.Array, Any]:
-    return _mix(plan, *args), args
-
-
-def _mix_backward(plan: _Plan, args: Any, cotangent: jax.Array) -> tuple[Any, ...]:
-    gradients: tuple[Any, ...] = plan.on_mesh(_backward, args[0], True)(*args, cotangent)
-    return *gradients, None
-
-
-_mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _forward(plan: _Plan, shards: _Shards, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array) -> Any:
@@ -222,8 +199,8 @@ def _forward(plan: _Plan, shards: _Shards, kernels: Any, x: jax.Array, weight: j
 
 def _backward(
     plan: _Plan, shards: _Shards, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array, cotangent: jax.Array
-) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
-    """Computes the gradients of the kernels and of a device's tokens, with the experts' activations recomputed."""
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array]]:
+    """Computes the gradients of the kernels, and of a device's tokens and weights, with activations recomputed."""
     full_kernels = gather_all(kernels, shards.column_axes, x.dtype)
     # Gradients of kernels are summed in f32: the products cast wide kernels to x's dtype.
     wide_kernels = tuple(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in full_kernels)
@@ -239,7 +216,7 @@ def _backward(
         grad_kernels = [sum_grads(gradient, axes, shards.experts) for gradient, axes in gradients_and_axes]
     if shards.width is not None:  # the bias of down has no part of the width
         grad_kernels = [*grad_kernels[:5], *(jax.lax.psum(gradient, shards.width) for gradient in grad_kernels[5:])]
-    return tuple(new.astype(old.dtype) for new, old in zip(grad_kernels, kernels, strict=True)), grad_x, grad_weight
+    return tuple(new.astype(old.dtype) for new, old in zip(grad_kernels, kernels, strict=True)), (grad_x, grad_weight)
 
 
 SMALLER = 8  # a further round has this part of the first one's room
@@ -252,31 +229,8 @@ class TokenExchange:
     # (kernels, rows [N, D], weights [N, 1], rows by expert [E], their order by expert [N]) -> [N, D]
     run: Callable[..., jax.Array]
     axis: str
-    mesh: Mesh | AbstractMesh
+    mesh: Mesh
     experts: int  # of all devices
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def run_experts(exchange: TokenExchange, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Sums `run`'s outputs of tokens x [N, D] over their experts, [N, active] weights and indices.
-
-    Called on each device of the mesh, which has the kernels of its experts. The experts' devices apply the weights, so
-    that the weights' gradient needs no outputs to be sent again.
-    """
-    chex.assert_rank([x, weight, chosen], [2, 2, 2])
-    route = _Route.of(exchange, chosen)
-
-    def run_round(begin: jax.Array | int, room: int, total: jax.Array) -> jax.Array:
-        pair, (order, sizes) = route.round_pairs(begin, room), route.sort_by_expert(begin, room)
-        output = exchange.run(kernels, route.send(x, pair), route.send(weight.reshape(-1, 1), pair), sizes, order)
-        return total + route.sum_by_token(route.send_back(output, begin, room), len(x))
-
-    total_output: jax.Array = route.run_rounds(run_round, jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
-    return total_output.astype(x.dtype)
-
-
-def _send_forward(exchange: TokenExchange, *args: Any) -> tuple[jax.Array, Any]:
-    return run_experts(exchange, *args), args
 
 
 def _send_backward(exchange: TokenExchange, args: Any, cotangent: jax.Array) -> tuple[Any, jax.Array, jax.Array, None]:
@@ -297,7 +251,23 @@ def _send_backward(exchange: TokenExchange, args: Any, cotangent: jax.Array) -> 
     return grad_kernels, grad_x.astype(x.dtype), grad_weight.reshape(weight.shape), None
 
 
-run_experts.defvjp(_send_forward, _send_backward)
+@recomputed_by(_send_backward)
+def run_experts(exchange: TokenExchange, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Sums `run`'s outputs of tokens x [N, D] over their experts, [N, active] weights and indices.
+
+    Called on each device of the mesh, which has the kernels of its experts. The experts' devices apply the weights, so
+    that the weights' gradient needs no outputs to be sent again.
+    """
+    chex.assert_rank([x, weight, chosen], [2, 2, 2])
+    route = _Route.of(exchange, chosen)
+
+    def run_round(begin: jax.Array | int, room: int, total: jax.Array) -> jax.Array:
+        pair, (order, sizes) = route.round_pairs(begin, room), route.sort_by_expert(begin, room)
+        output = exchange.run(kernels, route.send(x, pair), route.send(weight.reshape(-1, 1), pair), sizes, order)
+        return total + route.sum_by_token(route.send_back(output, begin, room), len(x))
+
+    total_output: jax.Array = route.run_rounds(run_round, jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
+    return total_output.astype(x.dtype)
 
 
 class _Route(NamedTuple):

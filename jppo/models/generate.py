@@ -15,11 +15,11 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from jppo.models import decoder, experts, heads, lora
+from jppo.models import decoder, heads, lora
 from jppo.models.attention import Cache, cache_dtype, empty_cache
 from jppo.models.config import ModelConfig
-from jppo.models.experts import Mix
 from jppo.models.kernels import is_quantized
 from jppo.models.lora import Weights
 from jppo.types import OVERFLOW, Params
@@ -96,7 +96,7 @@ def fill(
     seed: jax.Array,
     *,
     constrain: Constrain = decoder.identity,
-    mix: Mix = experts.mix,
+    mesh: Mesh | None = None,
 ) -> Slots:
     """Puts prompt `source` [R] of `prompts` [N, P] into each row; -1 leaves the row unchanged.
 
@@ -118,18 +118,18 @@ def fill(
         position = jnp.broadcast_to(jnp.arange(P - 1, dtype=jnp.int32)[None], (N, P - 1))
         lengths = jnp.zeros((N,), jnp.int32).at[jnp.where(is_new, source, N)].set(length, mode="drop")
         is_token = (position < lengths[:, None] - 1).astype(jnp.int32)
-        settings = dict[str, Any](constrain=constrain, mix=mix)
-        _, cache, chosen = decoder.forward_cached(model, cfg, prompts[:, :-1], position, cache, is_token, **settings)
+        _, cache, chosen = decoder.forward_cached(
+            model, cfg, prompts[:, :-1], position, cache, is_token, constrain=constrain, mesh=mesh
+        )
         experts_read = None if experts_read is None or chosen is None else write_rows(experts_read, chosen)
-    return Slots(
+    return dataclasses.replace(
+        slots,
         cache=jax.tree.map(write_rows, slots.cache, cache),
         tokens=write_rows(slots.tokens, prompts),
-        logprob=slots.logprob,
         last=jnp.where(is_new, length - 1, slots.last),
         until=jnp.where(is_new, until, slots.until),
         seed=jnp.where(is_new, seed, slots.seed),
         experts=experts_read,
-        kept=slots.kept,
     )
 
 
@@ -144,7 +144,7 @@ def next_tokens(
     steps: int,
     cut: bool,
     constrain: Constrain = decoder.identity,
-    mix: Mix = experts.mix,
+    mesh: Mesh | None = None,
 ) -> Slots:
     """Gives every live row a token in each step; stops after `steps`, or when `free_rows_wanted` [] rows are free.
 
@@ -153,7 +153,7 @@ def next_tokens(
     """
     chex.assert_equal_shape([slots.last, slots.until, slots.seed])
     kernel = decoder.head_kernel(model, cfg)
-    forward = functools.partial(decoder.forward_cached, model, cfg, constrain=constrain, mix=mix)
+    forward = functools.partial(decoder.forward_cached, model, cfg, constrain=constrain, mesh=mesh)
     row = jnp.arange(slots.last.shape[0], dtype=jnp.int32)
 
     def unfinished(state: tuple[jax.Array, Slots]) -> jax.Array:
@@ -179,13 +179,13 @@ def next_tokens(
         if kept is not None:
             ids = kept_tokens(logits, cfg.vocab_size, kept.shape[2]) if cut else -1
             kept = kept.at[row, position].set(ids, mode="drop")
-        return step_index + 1, Slots(
+        return step_index + 1, dataclasses.replace(
+            rows,
             cache=cache,
             tokens=rows.tokens.at[row, position].set(token_ids, mode="drop"),
             logprob=rows.logprob.at[row, position].set(logp, mode="drop"),
             last=last,
             until=jnp.where(ended, last, rows.until),
-            seed=rows.seed,
             experts=routes,
             kept=kept,
         )

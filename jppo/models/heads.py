@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jppo.models.config import ModelConfig
-from jppo.models.kernels import einsum, product
-from jppo.models.sequence_parallel import HEADS, POSITIONS, column_axes, gather_all, map_over_mesh, row_axes, sum_grads
+from jppo.models.kernels import einsum, product, recomputed_by
+from jppo.models.sequence_parallel import HEADS, column_axes, gather_all, map_over_mesh, sum_grads
 from jppo.types import Array
 
 # The logit of padding: its probability is 0, and its share of the entropy too.
@@ -156,6 +156,7 @@ def by_logits(
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(f"{temperature=} must be above 0 and {chunk_tokens=} at least 1")
     mask = jnp.ones(targets.shape, bool) if mask is None else mask
+    mesh = None if mesh is None or mesh.size == 1 else mesh
     plan = Chunking(functools.partial(_run_on_products, body, models, temperature), chunk_tokens, mesh)
     tokens = (targets,) if kept is None else (targets, jnp.asarray(kept))
     return tuple(chunked_outputs(plan, kernels, hidden, tokens, mask))
@@ -230,59 +231,35 @@ class Chunking:
     # (vocabulary, arrays of tokens [C, ...], *raw logits [C, V]) -> arrays [C]
     outputs: Callable[..., tuple[jax.Array, ...]]
     chunk: int  # tokens
-    mesh: Mesh | None
-
-    @property
-    def on_one_device(self) -> bool:
-        """Whether there is one device."""
-        return self.mesh is None or self.mesh.size == 1
+    mesh: Mesh | None  # None: one device
 
     def vocabulary(self, kernel: jax.Array) -> Vocabulary:
         """Returns how the mesh shards the tokens of such a whole kernel."""
-        if self.mesh is None or self.on_one_device or kernel.shape[0] % self.mesh.shape[HEADS]:
+        if self.mesh is None or self.mesh.shape[HEADS] == 1 or kernel.shape[0] % self.mesh.shape[HEADS]:
             return Vocabulary()
-        return Vocabulary(HEADS if self.mesh.shape[HEADS] > 1 else None)
+        return Vocabulary(HEADS)
 
     def on_mesh(self, fn: Callable[..., Any], kernels: Sequence[jax.Array], gradients: bool) -> Callable[..., Any]:
         """Maps `fn(vocabulary, columns, kernels, *arrays of rows)` over devices, each with its part of the arrays."""
         vocabulary, sharded = self.vocabulary(kernels[0]), tuple(column_axes(self.mesh, k.shape[1]) for k in kernels)
         fn = functools.partial(fn, self, vocabulary, sharded)
-        if self.mesh is None or self.on_one_device:
+        if self.mesh is None:
             return fn
         specs = tuple(PartitionSpec(vocabulary.axis, axes or None) for axes in sharded)
-
-        def map_devices(fn: Callable[..., Any], *groups: tuple[str, ...]) -> Callable[..., Any]:
-            rows = PartitionSpec(*groups, row_axes(), POSITIONS)
-            outs = (tuple(PartitionSpec(*groups, *spec) for spec in specs), rows) if gradients else rows
-
-            def call(kernels: Any, *arrays: Any) -> Any:
-                ins = specs, *(rows for _ in arrays)
-                on_devices = jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
-                return on_devices(kernels, *arrays)
-
-            return call
-
-        return map_over_mesh(map_devices, fn)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def chunked_outputs(
-    plan: Chunking, kernels: Any, hidden: Any, tokens: tuple[jax.Array, ...], mask: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Computes the plan's outputs [R, T] of each token of the mask, 0 elsewhere, from a kernel and states per model."""
-    result: tuple[jax.Array, ...] = plan.on_mesh(_forward, kernels, False)(kernels, hidden, tokens, mask)
-    return result
-
-
-def _outputs_forward(plan: Chunking, *args: Any) -> tuple[Any, Any]:
-    return chunked_outputs(plan, *args), args
+        return map_over_mesh(fn, self.mesh, specs, gradients=gradients)
 
 
 def _outputs_backward(plan: Chunking, args: Any, cotangents: Any) -> tuple[Any, ...]:
     return *plan.on_mesh(_backward, args[0], True)(*args, cotangents), None, None
 
 
-chunked_outputs.defvjp(_outputs_forward, _outputs_backward)
+@recomputed_by(_outputs_backward)
+def chunked_outputs(
+    plan: Chunking, kernels: Any, hidden: Any, tokens: tuple[jax.Array, ...], mask: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Computes the plan's outputs [R, T] of each token of the mask, 0 elsewhere, from a kernel and states per model."""
+    result: tuple[jax.Array, ...] = plan.on_mesh(_forward, kernels, False)(kernels, hidden, tokens, mask)
+    return result
 
 
 def _forward(
@@ -337,7 +314,7 @@ def _backward(
     sums, grad_hidden = chunks.loop(run_chunk, (zeros, [jnp.zeros_like(x) for x in flat]))
     if vocabulary.axis is not None:  # each device has a partial sum, from its part of the vocabulary
         grad_hidden = [jax.lax.psum(new, vocabulary.axis) for new in grad_hidden]
-    if not plan.on_one_device:
+    if plan.mesh is not None:
         sums = [sum_grads(total, axes) for total, axes in zip(sums, column_axes, strict=True)]
     by_kernel = tuple(total.astype(kernel.dtype) for total, kernel in zip(sums, kernels, strict=True))
     return by_kernel, tuple(new.reshape(x.shape) for new, x in zip(grad_hidden, hidden, strict=True))

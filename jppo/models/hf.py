@@ -196,20 +196,17 @@ def _resolve_aliases(entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slo
         first = slots.setdefault(entry.hf, second)
         if first is second:
             continue
-        same_layout = first.shape == second.shape and first.code == second.code
-        if not (
-            same_layout
-            and _same_bits(tensorfile.read_tensor(first, entry.hf), tensorfile.read_tensor(second, entry.alias))
-        ):
+        same = first.shape == second.shape and first.code == second.code
+        if same:
+            pair = tensorfile.read_tensor(first, entry.hf), tensorfile.read_tensor(second, entry.alias)
+            a, b = (tensor.view(np.uint8) for tensor in pair)
+            same = np.array_equal(a, b)
+        if not same:
             raise UserError(
                 f"{second.file}: {entry.alias} differs from {entry.hf}, but config.json ties them; "
                 "set tie_word_embeddings to false there"
             )
     return slots
-
-
-def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return np.array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
 def _check_names(directory: pathlib.Path, entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]) -> None:
@@ -252,15 +249,12 @@ def _piece_sharding(sharding: Any, shape: tuple[int, ...]) -> Any:
     """Returns the sharding of a tensor that becomes part of a parameter: the parameter's, where its shape allows."""
     if sharding is None:
         return None
-    spec = [
-        None if axes is None or n % _num_shards(sharding, axes) else axes
-        for n, axes in zip(shape, sharding.spec, strict=False)
-    ]
+
+    def num_shards(axes: str | tuple[str, ...] | None) -> int:
+        return math.prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+
+    spec = [None if n % num_shards(axes) else axes for n, axes in zip(shape, sharding.spec, strict=False)]
     return jax.NamedSharding(sharding.mesh, jax.P(*spec))
-
-
-def _num_shards(sharding: Any, axes: str | tuple[str, ...]) -> int:
-    return math.prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -49,41 +49,35 @@ def hf_tensors(
     are used. `AHEAD` bytes, or the largest tensor and one more, are in flight.
     """
     in_flight: deque[tuple[str, jax.Array]] = deque()
+
+    def to_numpy(name: str, tensor: jax.Array) -> tuple[str, np.ndarray]:
+        return name, np.asarray(tensor)
+
     for name, tensor in device_tensors(model, cfg, head=head, dtype=dtype):
         tensor.copy_to_host_async()
         in_flight.append((name, tensor))
         del tensor  # else it would be kept until the next one is made
         while len(in_flight) > 2 and sum(array.nbytes for _, array in in_flight) > AHEAD:
-            yield _to_numpy(*in_flight.popleft())
+            yield to_numpy(*in_flight.popleft())
     while in_flight:
-        yield _to_numpy(*in_flight.popleft())
+        yield to_numpy(*in_flight.popleft())
 
 
 def device_tensors(
     model: lora.Weights, cfg: ModelConfig, *, head: Head = "lm", dtype: Any = None
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yields the tensors of `hf_tensors`, still on the devices."""
-    for name, tensor in _export_tensors(model, cfg, head, dtype):
-        tensor = placing.whole_array(tensor)
-        yield name, tensor
-        del tensor
-
-
-def _to_numpy(name: str, tensor: jax.Array) -> tuple[str, np.ndarray]:
-    return name, np.asarray(tensor)
-
-
-def _export_tensors(model: lora.Weights, cfg: ModelConfig, head: Head, dtype: Any) -> Iterator[tuple[str, jax.Array]]:
-    """Yields HF's tensors on the device; arrays already in HF's layout are not copied."""
+    """Yields the tensors of `hf_tensors`, still on the devices; arrays already in HF's layout are not copied."""
     for entry in params.table(cfg, head=head):
         array, adapter = lora.kernel_and_adapter(entry, model)
         dtype_out = np.dtype(entry.dtype(array.dtype if dtype is None else dtype))
         same_layout = entry.letters == "".join(entry.hf_letters) and array.shape == entry.hf_shape
         if same_layout and adapter is None and array.dtype == dtype_out:
-            yield entry.hf, _new_array(array)
+            yield entry.hf, placing.whole_array(_new_array(array))
             continue
         for index, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
-            yield name, _export_tensor(array, adapter, index, entry=entry, dtype=dtype_out)
+            tensor = _export_tensor(array, adapter, index, entry=entry, dtype=dtype_out)
+            yield name, placing.whole_array(tensor)
+            del tensor
 
 
 def _new_array(array: jax.Array) -> jax.Array:
@@ -120,8 +114,26 @@ def save_model(
     """
     folder, numpy_dtype = pathlib.Path(out_dir), np.dtype(dtype)
     with exhaust_on_exit(hf_tensors(model, cfg, head=head, dtype=numpy_dtype)) as tensors:
-        if write:
-            _save(folder, tensors, cfg, source, numpy_dtype, head, changes or {}, max_shard_bytes)
+        if not write:
+            return folder
+        origin = hf.resolve_directory(source, weights=False)
+        config, _ = hf.read_config(origin)
+        shapes = _describe_tensors(params.table(cfg, head=head), numpy_dtype)
+        if cfg.multimodal and head == "lm":
+            shapes, tensors = _add_other_tensors(hf.resolve_directory(source, weights=True), shapes, tensors)
+        else:
+            config = dict(config_reader.text_config(config))
+        stale = {"torch_dtype", "tie_word_embeddings", "quantization_config"}  # rewritten, or no longer true
+        config = {k: v for k, v in config.items() if k not in stale}
+        config |= {"dtype": numpy_dtype.name, "tie_word_embeddings": cfg.tie_word_embeddings, **(changes or {})}
+        if cfg.further_layers:
+            config["num_nextn_predict_layers"] = 0
+        with in_place_of(folder) as tmp:
+            (tmp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            for name in hf.COMPANIONS:
+                if (origin / name).is_file():
+                    shutil.copyfile(origin / name, tmp / name)
+            _write_shards(tmp, shapes, tensors, max_shard_bytes)
     return folder
 
 
@@ -155,37 +167,6 @@ def exhaust_on_exit(tensors: Iterator[T]) -> Iterator[Iterator[T]]:
     finally:
         if jax.process_count() > 1:
             deque(tensors, maxlen=0)
-
-
-def _save(
-    out: pathlib.Path,
-    tensors: Iterator[tuple[str, np.ndarray]],
-    cfg: ModelConfig,
-    source: str | os.PathLike[str],
-    dtype: np.dtype,
-    head: Head,
-    changes: Mapping[str, Any],
-    max_shard_bytes: int,
-) -> None:
-    """Writes config, tokenizer and tensors to a new directory in place of `out`."""
-    origin = hf.resolve_directory(source, weights=False)
-    config, _ = hf.read_config(origin)
-    shapes = _describe_tensors(params.table(cfg, head=head), dtype)
-    if cfg.multimodal and head == "lm":
-        shapes, tensors = _add_other_tensors(hf.resolve_directory(source, weights=True), shapes, tensors)
-    else:
-        config = dict(config_reader.text_config(config))
-    with in_place_of(out) as tmp:
-        stale = {"torch_dtype", "tie_word_embeddings", "quantization_config"}  # rewritten, or no longer true
-        config = {k: v for k, v in config.items() if k not in stale}
-        config |= {"dtype": dtype.name, "tie_word_embeddings": cfg.tie_word_embeddings, **changes}
-        if cfg.further_layers:
-            config["num_nextn_predict_layers"] = 0
-        (tmp / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for name in hf.COMPANIONS:
-            if (origin / name).is_file():
-                shutil.copyfile(origin / name, tmp / name)
-        _write_shards(tmp, shapes, tensors, max_shard_bytes)
 
 
 def _add_other_tensors(
@@ -249,20 +230,14 @@ def in_place_of(out: pathlib.Path) -> Iterator[pathlib.Path]:
     tmp.mkdir()
     try:
         yield tmp
-        _replace(out, tmp)
+        old = tmp.with_name(f"{tmp.name}.old")  # removed after the new one is in its place, not before
+        if replaces := out.exists():
+            out.rename(old)
+        tmp.rename(out)
+        if replaces:
+            shutil.rmtree(old)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-
-
-def _replace(out: pathlib.Path, new: pathlib.Path) -> None:
-    """Moves `new` to `out`; an existing directory is removed after that, not before."""
-    if not out.exists():
-        new.rename(out)
-        return
-    old = new.with_name(new.name + ".old")
-    out.rename(old)
-    new.rename(out)
-    shutil.rmtree(old)
 
 
 def _write_shards(

@@ -18,7 +18,8 @@ MXFP4 is that of the OCP Microscaling Formats 1.0.
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from jppo.models.params import Entry
 from jppo.models.tensorfile import BLOCK
 from jppo.types import Params
 
+T = TypeVar("T")
 NAME = "product"  # under which remat policies save outputs
 
 
@@ -81,6 +83,20 @@ def _backward(equation: str, dtype: Any, residuals: Any, cotangent: jax.Array) -
 
 
 _product.defvjp(_forward, _backward)
+
+
+def recomputed_by(backward: Callable[..., tuple[Any, ...]]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Decorates a function of (constants, *arrays) with `backward(constants, arrays, cotangent)`, its gradients.
+
+    The arrays alone are kept for it.
+    """
+
+    def decorate(fn: Callable[..., T]) -> Callable[..., T]:
+        function = jax.custom_vjp(fn, nondiff_argnums=(0,))
+        function.defvjp(lambda constants, *arrays: (function(constants, *arrays), arrays), backward)
+        return function
+
+    return decorate
 
 
 def einsum(equation: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
@@ -153,12 +169,10 @@ def stored_like(like: Any, values: Params) -> Params:
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether x is a quantised kernel, of arrays or of what describes them."""
     return isinstance(x, Quantized)
 
 
 def dequantize(kernel: Any) -> jax.Array:
-    """Returns the kernel as an array."""
     out: jax.Array = kernel.astype(kernel.dtype) if isinstance(kernel, Quantized) else kernel
     return out
 

@@ -55,7 +55,7 @@ class Project(nn.Module):
 
     equation: str
     shape: tuple[int, ...]  # of the kernel
-    bias: tuple[int, ...] | None
+    bias: bool
     std: float
     param_dtype: Any
 
@@ -65,8 +65,10 @@ class Project(nn.Module):
         if not isinstance(kernel, Quantized):
             kernel = self.param("kernel", nn.initializers.normal(self.std), self.shape, self.param_dtype)
         y = product(self.equation, x, kernel)
-        if self.bias is not None:
-            y += self.param("bias", nn.initializers.zeros, self.bias, self.param_dtype)[None, None].astype(x.dtype)
+        if self.bias:
+            letters, outs = self.equation.partition(",")[2].split("->")
+            shape = tuple(n for n, letter in zip(self.shape, letters, strict=True) if letter in outs)
+            y += self.param("bias", nn.initializers.zeros, shape, self.param_dtype)[None, None].astype(x.dtype)
         if self.has_variable(lora.COLLECTION, "a"):
             down, up = lora.adapter_equations(self.equation)
             a: jax.Array = self.get_variable(lora.COLLECTION, "a")
@@ -77,29 +79,39 @@ class Project(nn.Module):
         return y
 
 
-class MLP(nn.Module):
-    """down(activation(gate(x)) * up(x))."""
+class Block(nn.Module):
+    """A part of a decoder, with the submodules of all parts: projections and norms of its config and dtype."""
 
     cfg: ModelConfig
     param_dtype: Any
+
+    def project(self, name: str, equation: str, *shape: int, bias: bool = False) -> Project:
+        return Project(equation, shape, bias, self.cfg.initializer_range, self.param_dtype, name=name)
+
+    def norm(self, name: str, *, axes: int = 1, eps: float | None = None) -> RMSNorm:
+        return RMSNorm(self.cfg, self.param_dtype, axes, eps, name=name)
+
+    def weight(self, name: str, init: Any, *shape: int) -> jax.Array:
+        """Returns a parameter that is no kernel of a projection."""
+        out: jax.Array = self.param(name, init, shape, self.param_dtype)
+        return out
+
+
+class MLP(Block):
+    """down(activation(gate(x)) * up(x))."""
+
     width: int  # F
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        cfg = self.cfg
-        D, F = cfg.hidden_size, self.width
-
-        def project(name: str, equation: str, shape: tuple[int, ...]) -> Project:
-            bias = shape[1:] if cfg.mlp_bias else None
-            return Project(equation, shape, bias, cfg.initializer_range, self.param_dtype, name=name)
-
-        if cfg.fused:
-            gate_and_up = project("gate_up", "rtd,dnf->rtnf", (D, 2, F))(x)
+        D, F, bias = self.cfg.hidden_size, self.width, self.cfg.mlp_bias
+        if self.cfg.fused:
+            gate_and_up = self.project("gate_up", "rtd,dnf->rtnf", D, 2, F, bias=bias)(x)
             gate, up = gate_and_up[:, :, 0], gate_and_up[:, :, 1]
         else:
-            gate = project("gate", "rtd,df->rtf", (D, F))(x)
-            up = project("up", "rtd,df->rtf", (D, F))(x)
-        return project("down", "rtf,fd->rtd", (F, D))(ACTIVATIONS[cfg.activation](gate) * up)
+            gate = self.project("gate", "rtd,df->rtf", D, F, bias=bias)(x)
+            up = self.project("up", "rtd,df->rtf", D, F, bias=bias)(x)
+        return self.project("down", "rtf,fd->rtd", F, D, bias=bias)(ACTIVATIONS[self.cfg.activation](gate) * up)
 
 
 def scale_in_f32(x: jax.Array, factor: float) -> jax.Array:
@@ -157,7 +169,6 @@ def make_lookup(mesh: Mesh | None) -> Lookup:
 
 @jax.custom_vjp
 def _look_up_narrow(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Looks up rows of a table in half precision, with its own backward pass."""
     return table[tokens]
 
 
@@ -182,28 +193,23 @@ def _backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> t
 _look_up_narrow.defvjp(_forward, _backward)
 
 
-class Embed(nn.Module):
+class Embed(Block):
     """The embedding look-up."""
 
-    cfg: ModelConfig
-    param_dtype: Any
     dtype: Any
     lookup: Lookup
     width: int
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        shape = (self.cfg.padded_vocab_size, self.width)
         init = nn.initializers.normal(self.cfg.initializer_range)
-        table = self.param("embedding", init, shape, self.param_dtype)
+        table = self.weight("embedding", init, self.cfg.padded_vocab_size, self.width)
         return self.lookup(table, tokens, self.dtype)  # [R, T, D]
 
 
-class PerLayer(nn.Module):
+class PerLayer(Block):
     """Computes the embeddings of all layers [R, T, L, P] from tokens [R, T] and the inputs of the first layer."""
 
-    cfg: ModelConfig
-    param_dtype: Any
     lookup: Lookup
 
     @nn.compact
@@ -213,9 +219,9 @@ class PerLayer(nn.Module):
         D, L, P = cfg.hidden_size, cfg.num_layers, cfg.gemma4.per_layer
         token_part = Embed(cfg, self.param_dtype, x.dtype, self.lookup, L * P, name="embed")(tokens)
         token_part *= jnp.asarray(P**0.5, x.dtype)
-        project = Project("rtd,dm->rtm", (D, L * P), None, cfg.initializer_range, self.param_dtype, name="project")
-        state_part, token_part = (y.reshape(*y.shape[:2], L, P) for y in (project(x) * D**-0.5, token_part))
-        return (RMSNorm(cfg, self.param_dtype, name="norm")(state_part) + token_part) * 2**-0.5
+        projected = self.project("project", "rtd,dm->rtm", D, L * P)(x)
+        state_part, token_part = (y.reshape(*y.shape[:2], L, P) for y in (projected * D**-0.5, token_part))
+        return (self.norm("norm")(state_part) + token_part) * 2**-0.5
 
 
 def embeddings_by_stack(embeddings: jax.Array | None, group: Group) -> tuple[jax.Array | None, ...]:

@@ -73,7 +73,6 @@ class Entry:
 
     @property
     def stacked(self) -> bool:
-        """Whether the first axis is the layer."""
         return self.letters[0] == "L"
 
     @property
@@ -174,20 +173,22 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     entry = _entry_maker(model)
 
     def layer(*row: str, **modules: Any) -> list[Entry]:
-        """Makes the entries of a row: one for each stack whose layers have these modules."""
         stacks = [stack for stack in model.stacks if all(getattr(stack.modules, k) == v for k, v in modules.items())]
         return [entry(*row, stack=stack) for stack in stacks]
 
-    def attention(*row: str, **modules: Any) -> list[Entry]:
-        return layer(*row, mixer="attention", **modules)
+    def project(path: str, hf: str, hf_letters: str, letters: str, bias: bool = False, **modules: Any) -> list[Entry]:
+        """Makes the entries of a projection's kernel, and of its bias if it has one: by HF's first axis."""
+        rows, out = layer(f"{path}/kernel", f"{hf}.weight", hf_letters, letters, **modules), hf_letters.split()[0]
+        return rows + (layer(f"{path}/bias", f"{hf}.bias", out, f"L{out}", **modules) if bias else [])
 
+    attention, project_attention = (functools.partial(make, mixer="attention") for make in (layer, project))
     alias = "lm_head.weight" if model.tie_word_embeddings else None
     # A norm on attention's output has the usual name of the MLP's own norm.
     before_mlp = "pre_feedforward_layernorm.weight" if model.post_norms else "post_attention_layernorm.weight"
     rows = [
         entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", alias),
-        *_attention_entries(model, attention),
-        *_mlp_entries(model, layer),
+        *(_grouped_entries if model.latent is None else _latent_entries)(model, attention, project_attention),
+        *_mlp_entries(model, functools.partial(project, dense=True)),
         entry("norm/scale", "model.norm.weight", "D", "D"),
     ]
     if model.pre_norms:
@@ -201,11 +202,11 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
         rows += attention("attn/q_norm/scale", "self_attn.q_norm.weight", normed_q, f"L{normed_q}")
         rows += attention("attn/k_norm/scale", "self_attn.k_norm.weight", normed_k, f"L{normed_k}", keyed=True)
     if model.delta is not None:
-        rows += _delta_entries(model.delta, functools.partial(layer, mixer="delta"))
+        rows += _delta_entries(model.delta, *(functools.partial(make, mixer="delta") for make in (layer, project)))
     if model.experts is not None:
-        rows += _expert_entries(model.experts, layer)
+        rows += _expert_entries(model.experts, *(functools.partial(make, sparse=True) for make in (layer, project)))
     if model.gemma4 is not None:
-        rows += _gemma4_entries(model.gemma4, layer)
+        rows += _gemma4_entries(model.gemma4, layer, project)
         if model.gemma4.per_layer:
             rows += [
                 entry("per_layer/embed/embedding", "model.embed_tokens_per_layer.weight", "V l", "Vl"),
@@ -219,127 +220,107 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     return tuple(rows)
 
 
-def _attention_entries(model: ModelConfig, layer: Rows) -> list[Entry]:
-    """Lists the parameters of attention, without its norms of queries and keys by head."""
-    rows = _grouped_entries(model, layer) if model.latent is None else _latent_entries(model, layer)
-    return rows + (layer("attn/o/bias", "self_attn.o_proj.bias", "D", "LD") if model.o_bias else [])
-
-
-def _grouped_entries(model: ModelConfig, layer: Rows) -> list[Entry]:
+def _grouped_entries(model: ModelConfig, layer: Rows, project: Rows) -> list[Entry]:
     """Lists the parameters of attention with a key and value for each group of query heads."""
-    q_letters = "HGA" if model.gated else "HA"
-    rows = layer("attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD")
+    q_letters, bias = "HGA" if model.gated else "HA", model.qkv_bias
+    rows = project("attn/o", "self_attn.o_proj", "D HA", "LHAD", model.o_bias)
     if model.fused:
-        rows += layer("attn/qkv/kernel", "self_attn.qkv_proj.weight", "QA D", "LDQA")
+        rows += project("attn/qkv", "self_attn.qkv_proj", "QA D", "LDQA")
     else:
-        rows += layer("attn/q/kernel", "self_attn.q_proj.weight", f"{q_letters} D", f"LD{q_letters}")
-        rows += layer("attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA", keyed=True)
-        rows += layer("attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA", valued=True)
-    if model.qkv_bias:
-        rows += layer("attn/q/bias", "self_attn.q_proj.bias", q_letters, f"L{q_letters}")
-        rows += layer("attn/k/bias", "self_attn.k_proj.bias", "KA", "LKA", keyed=True)
-        rows += layer("attn/v/bias", "self_attn.v_proj.bias", "KA", "LKA", valued=True)
+        rows += project("attn/q", "self_attn.q_proj", f"{q_letters} D", f"LD{q_letters}", bias)
+        rows += project("attn/k", "self_attn.k_proj", "KA D", "LDKA", bias, keyed=True)
+        rows += project("attn/v", "self_attn.v_proj", "KA D", "LDKA", bias, valued=True)
     return rows + (layer("attn/sinks", "self_attn.sinks", "H", "LH") if model.sinks else [])
 
 
-def _latent_entries(model: ModelConfig, layer: Rows) -> list[Entry]:
+def _latent_entries(model: ModelConfig, layer: Rows, project: Rows) -> list[Entry]:
     assert model.latent is not None
     rows = [
-        *layer("attn/kv_a/kernel", "self_attn.kv_a_proj_with_mqa.weight", "J D", "LDJ"),
+        *project("attn/kv_a", "self_attn.kv_a_proj_with_mqa", "J D", "LDJ", model.qkv_bias),
         *layer("attn/kv_norm/scale", "self_attn.kv_a_layernorm.weight", "C", "LC"),
-        *layer("attn/kv_b/kernel", "self_attn.kv_b_proj.weight", "HU C", "LCHU"),
-        *layer("attn/o/kernel", "self_attn.o_proj.weight", "D HW", "LHWD"),
+        *project("attn/kv_b", "self_attn.kv_b_proj", "HU C", "LCHU"),
+        *project("attn/o", "self_attn.o_proj", "D HW", "LHWD", model.o_bias),
     ]
-    if model.qkv_bias:
-        rows += layer("attn/kv_a/bias", "self_attn.kv_a_proj_with_mqa.bias", "J", "LJ")
     if model.latent.query_rank is None:
-        return rows + layer("attn/q/kernel", "self_attn.q_proj.weight", "HA D", "LDHA")
-    if model.qkv_bias:
-        rows += layer("attn/q_a/bias", "self_attn.q_a_proj.bias", "P", "LP")
-    rows += layer("attn/q_a/kernel", "self_attn.q_a_proj.weight", "P D", "LDP")
+        return rows + project("attn/q", "self_attn.q_proj", "HA D", "LDHA")
+    rows += project("attn/q_a", "self_attn.q_a_proj", "P D", "LDP", model.qkv_bias)
     rows += layer("attn/q_norm/scale", "self_attn.q_a_layernorm.weight", "I", "LI")
-    return rows + layer("attn/q_b/kernel", "self_attn.q_b_proj.weight", "HA I", "LIHA")
+    return rows + project("attn/q_b", "self_attn.q_b_proj", "HA I", "LIHA")
 
 
-def _delta_entries(spec: Delta, layer: Rows) -> list[Entry]:
+def _delta_entries(spec: Delta, layer: Rows, project: Rows) -> list[Entry]:
     rows = [
         *layer("delta/conv", "linear_attn.conv1d.weight", "Z 1 T", "LZ1T"),
         *layer("delta/a_log", "linear_attn.A_log", "O", "LO"),
         *layer("delta/dt_bias", "linear_attn.dt_bias", "O", "LO"),
         *layer("delta/scale", "linear_attn.norm.weight", "W", "LW"),
-        *layer("delta/out/kernel", "linear_attn.out_proj.weight", "D OW", "LOWD"),
+        *project("delta/out", "linear_attn.out_proj", "D OW", "LOWD"),
     ]
     if spec.joined:
         return [
-            *layer("delta/qkvz/kernel", "linear_attn.in_proj_qkvz.weight", "RX D", "LDRX"),
-            *layer("delta/ba/kernel", "linear_attn.in_proj_ba.weight", "RY D", "LDRY"),
+            *project("delta/qkvz", "linear_attn.in_proj_qkvz", "RX D", "LDRX"),
+            *project("delta/ba", "linear_attn.in_proj_ba", "RY D", "LDRY"),
             *rows,
         ]
     return [
-        *layer("delta/qkv/kernel", "linear_attn.in_proj_qkv.weight", "Z D", "LDZ"),
-        *layer("delta/z/kernel", "linear_attn.in_proj_z.weight", "OW D", "LDOW"),
-        *layer("delta/b/kernel", "linear_attn.in_proj_b.weight", "O D", "LDO"),
-        *layer("delta/a/kernel", "linear_attn.in_proj_a.weight", "O D", "LDO"),
+        *project("delta/qkv", "linear_attn.in_proj_qkv", "Z D", "LDZ"),
+        *project("delta/z", "linear_attn.in_proj_z", "OW D", "LDOW"),
+        *project("delta/b", "linear_attn.in_proj_b", "O D", "LDO"),
+        *project("delta/a", "linear_attn.in_proj_a", "O D", "LDO"),
         *rows,
     ]
 
 
-def _gemma4_entries(spec: Gemma4, layer: Rows) -> list[Entry]:
+def _gemma4_entries(spec: Gemma4, layer: Rows, project: Rows) -> list[Entry]:
     rows = layer("scalar", "layer_scalar", "1", "L1")
     if spec.per_layer:
-        rows += layer("per_layer_gate/kernel", "per_layer_input_gate.weight", "p D", "LDp")
-        rows += layer("per_layer_out/kernel", "per_layer_projection.weight", "D p", "LpD")
+        rows += project("per_layer_gate", "per_layer_input_gate", "p D", "LDp")
+        rows += project("per_layer_out", "per_layer_projection", "D p", "LpD")
         rows += layer("per_layer_norm/scale", "post_per_layer_input_norm.weight", "D", "LD")
     return rows
 
 
-def _expert_entries(spec: Experts, layer: Rows) -> list[Entry]:
+def _expert_entries(spec: Experts, layer: Rows, project: Rows) -> list[Entry]:
     names = spec.names
     module = f"{names.module}." if names.module else ""
     expert_prefix = f"{module}experts.{{expert}}"
-    rows = layer("experts/router", f"{module}{names.router}.weight", "E D", "LDE", sparse=True)
+    rows = layer("experts/router", f"{module}{names.router}.weight", "E D", "LDE")
     if names.fused is not None:
         gate_up, down = names.fused
-        rows += layer("experts/gate_up", f"{module}experts.gate_up_proj", gate_up, "LNEDM", sparse=True)
-        rows += layer("experts/down", f"{module}experts.down_proj", down, "LEDM", sparse=True)
+        rows += layer("experts/gate_up", f"{module}experts.gate_up_proj", gate_up, "LNEDM")
+        rows += layer("experts/down", f"{module}experts.down_proj", down, "LEDM")
         if names.beside:
-            rows += layer("experts/router_norm/scale", "router.scale", "D", "LD", sparse=True)
-            rows += layer("experts/expert_scale", "router.per_expert_scale", "E", "LE", sparse=True)
-            rows += layer("mlp_own_norm/scale", "post_feedforward_layernorm_1.weight", "D", "LD", sparse=True)
-            rows += layer("experts_norm/scale", "pre_feedforward_layernorm_2.weight", "D", "LD", sparse=True)
-            rows += layer("experts_post_norm/scale", "post_feedforward_layernorm_2.weight", "D", "LD", sparse=True)
+            rows += layer("experts/router_norm/scale", "router.scale", "D", "LD")
+            rows += layer("experts/expert_scale", "router.per_expert_scale", "E", "LE")
+            rows += layer("mlp_own_norm/scale", "post_feedforward_layernorm_1.weight", "D", "LD")
+            rows += layer("experts_norm/scale", "pre_feedforward_layernorm_2.weight", "D", "LD")
+            rows += layer("experts_post_norm/scale", "post_feedforward_layernorm_2.weight", "D", "LD")
         if names.biased:
-            rows += layer("experts/router_bias", f"{module}{names.router}.bias", "E", "LE", sparse=True)
-            rows += layer("experts/gate_up_bias", f"{module}experts.gate_up_proj_bias", "E MN", "LNEM", sparse=True)
-            rows += layer("experts/down_bias", f"{module}experts.down_proj_bias", "E D", "LED", sparse=True)
+            rows += layer("experts/router_bias", f"{module}{names.router}.bias", "E", "LE")
+            rows += layer("experts/gate_up_bias", f"{module}experts.gate_up_proj_bias", "E MN", "LNEM")
+            rows += layer("experts/down_bias", f"{module}experts.down_proj_bias", "E D", "LED")
         return rows
-    rows += layer("experts/gate", f"{expert_prefix}.{names.gate}.weight", "M D", "LEDM", sparse=True)
-    rows += layer("experts/up", f"{expert_prefix}.{names.up}.weight", "M D", "LEDM", sparse=True)
-    rows += layer("experts/down", f"{expert_prefix}.{names.down}.weight", "D M", "LEDM", sparse=True)
+    rows += layer("experts/gate", f"{expert_prefix}.{names.gate}.weight", "M D", "LEDM")
+    rows += layer("experts/up", f"{expert_prefix}.{names.up}.weight", "M D", "LEDM")
+    rows += layer("experts/down", f"{expert_prefix}.{names.down}.weight", "D M", "LEDM")
     if spec.routing.corrected:
-        rows += layer("experts/correction", f"{module}gate.e_score_correction_bias", "E", "LE", sparse=True)
+        rows += layer("experts/correction", f"{module}gate.e_score_correction_bias", "E", "LE")
     if spec.shared_width:
         shared = f"{module}{names.shared}"
-        rows += layer("experts/shared/gate/kernel", f"{shared}.gate_proj.weight", "S D", "LDS", sparse=True)
-        rows += layer("experts/shared/up/kernel", f"{shared}.up_proj.weight", "S D", "LDS", sparse=True)
-        rows += layer("experts/shared/down/kernel", f"{shared}.down_proj.weight", "D S", "LSD", sparse=True)
+        rows += project("experts/shared/gate", f"{shared}.gate_proj", "S D", "LDS")
+        rows += project("experts/shared/up", f"{shared}.up_proj", "S D", "LDS")
+        rows += project("experts/shared/down", f"{shared}.down_proj", "D S", "LSD")
     if names.shared_gate:
-        rows += layer("experts/shared_gate", f"{module}shared_expert_gate.weight", "1 D", "LD1", sparse=True)
+        rows += layer("experts/shared_gate", f"{module}shared_expert_gate.weight", "1 D", "LD1")
     return rows
 
 
-def _mlp_entries(model: ModelConfig, layer: Rows) -> list[Entry]:
-    rows = layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", dense=True)
+def _mlp_entries(model: ModelConfig, project: Rows) -> list[Entry]:
+    rows = project("mlp/down", "mlp.down_proj", "D F", "LFD", model.mlp_bias)
     if model.fused:
-        rows += layer("mlp/gate_up/kernel", "mlp.gate_up_proj.weight", "NF D", "LDNF", dense=True)
-    else:
-        rows += layer("mlp/gate/kernel", "mlp.gate_proj.weight", "F D", "LDF", dense=True)
-        rows += layer("mlp/up/kernel", "mlp.up_proj.weight", "F D", "LDF", dense=True)
-    if model.mlp_bias:
-        rows += layer("mlp/gate/bias", "mlp.gate_proj.bias", "F", "LF", dense=True)
-        rows += layer("mlp/up/bias", "mlp.up_proj.bias", "F", "LF", dense=True)
-        rows += layer("mlp/down/bias", "mlp.down_proj.bias", "D", "LD", dense=True)
-    return rows
+        return rows + project("mlp/gate_up", "mlp.gate_up_proj", "NF D", "LDNF")
+    rows += project("mlp/gate", "mlp.gate_proj", "F D", "LDF", model.mlp_bias)
+    return rows + project("mlp/up", "mlp.up_proj", "F D", "LDF", model.mlp_bias)
 
 
 def from_hf(entry: Entry, tensor: np.ndarray) -> np.ndarray:
@@ -379,8 +360,3 @@ def leaf_at(params: Params, path: tuple[str, ...]) -> Any:
     for key in path:
         params = params[key]
     return params
-
-
-def abstract_params(model: ModelConfig, *, head: Head, param_dtype: Any) -> dict[str, Any]:
-    """Returns `params` as shapes and dtypes: nothing is allocated."""
-    return tree(table(model, head=head), lambda entry: jax.ShapeDtypeStruct(entry.shape, entry.dtype(param_dtype)))

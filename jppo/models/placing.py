@@ -61,7 +61,6 @@ def local(tree: Any, mesh: Mesh) -> Any:
 
 @functools.cache
 def _replicate(mesh: Any) -> Any:
-    """Compiles the copy of an array to all devices of a mesh."""
     return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
@@ -78,8 +77,17 @@ def is_offloaded(array: Any) -> bool:
 
 
 def to_host(tree: Any) -> Any:
-    """Offloads the arrays to host memory, shard by shard; the same bits."""
-    return jax.tree.map(_to_host, tree)
+    """Offloads the arrays, or their shapes, to host memory, shard by shard; the same bits."""
+
+    def move(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            assert x.sharding is not None
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(KINDS[0]))
+        kind = host_kind(next(iter(x.sharding.device_set)))
+        assert kind is not None, "asked for where there is such a memory only"
+        return jax.device_put(x, x.sharding.with_memory_kind(kind))
+
+    return jax.tree.map(move, tree)
 
 
 def to_device(tree: Any) -> Any:
@@ -107,11 +115,10 @@ def take(tree: Any) -> Any:
 
 def put_back(tree: Any, like: Any) -> Any:
     """Moves the arrays back to the memory of those in `like`: arrays that were offloaded are offloaded again."""
-    return jax.tree.map(lambda x, old: _to_host(x) if is_offloaded(old) else x, tree, like)
+    return jax.tree.map(lambda x, old: to_host(x) if is_offloaded(old) else x, tree, like)
 
 
 def mesh_of(tree: Any) -> Mesh:
-    """Returns the mesh of arrays, or of their shapes."""
     sharding = jax.tree.leaves(tree)[0].sharding
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     return sharding.mesh
@@ -149,17 +156,6 @@ def on_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     return sharding.with_memory_kind("device")
 
 
-def copy_shapes(tree: Any, offload: bool) -> Any:
-    """Returns the shapes of copies of these arrays, in device memory or on the host."""
-    copies = on_device_shapes(tree)
-    return to_host(copies) if offload else copies
-
-
-def _to_host(x: Any) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        assert x.sharding is not None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(KINDS[0]))
-    kind = host_kind(next(iter(x.sharding.device_set)))
-    assert kind is not None, "asked for where there is such a memory only"
-    out: jax.Array = jax.device_put(x, x.sharding.with_memory_kind(kind))
-    return out
+def are_shapes(tree: Any) -> bool:
+    """Whether the tree has shapes in place of arrays, as for a forecast."""
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))

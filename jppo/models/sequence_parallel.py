@@ -37,11 +37,6 @@ def row_axes(axes: tuple[str, ...] = ROWS) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in _DIVIDED.value)
 
 
-def groups_of_rows() -> tuple[str, ...]:
-    """Returns the axes over which the caller has divided the rows."""
-    return tuple(_DIVIDED.value)
-
-
 @dataclasses.dataclass(frozen=True)
 class Split:
     """The mesh axes of attention's rows and of its heads; a row's positions are together."""
@@ -92,47 +87,53 @@ def exchange_positions(attend: Attend, mesh: Mesh) -> Attend:
         out: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(row_axes(), *spec)))
         return out
 
-    def over_mesh(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segment: jax.Array,
-        kind: jax.Array | int,
-        sinks: jax.Array | None = None,
-    ) -> jax.Array:
+    def over_mesh(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, *kind_and_sinks: Any) -> jax.Array:
         chex.assert_rank([q, k, v, segment], [4, 4, 4, 2])
         H = q.shape[2]
         if H % parts:  # settings checks refuse it
-            return attend(q, k, v, segment, kind, sinks)
+            return attend(q, k, v, segment, *kind_and_sinks)
         k, v = repeat_heads(k, H, parts), repeat_heads(v, H, parts)
         # Both ends are constrained: else XLA exchanges projections, or backward scores, which are far larger.
         q, k, v = (constrain(constrain(x, POSITIONS, HEADS), None, EXCHANGED.heads) for x in (q, k, v))
-        output = attend(q, k, v, constrain(segment), kind, sinks)
+        output = attend(q, k, v, constrain(segment), *kind_and_sinks)
         return constrain(constrain(output, None, EXCHANGED.heads), POSITIONS, HEADS)
 
     return over_mesh
 
 
-def map_over_mesh(map_devices: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Maps a device's `fn(kernels, *arrays of rows)` over the mesh by `map_devices`, also under `divide_rows`.
+def map_over_mesh(
+    fn: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    specs: tuple[PartitionSpec, ...],
+    *,
+    gradients: bool,
+    split: Split = EXCHANGED,
+) -> Callable[..., Any]:
+    """Maps a device's `fn(kernels, *arrays of rows)` over the mesh, also under `divide_rows`.
 
+    `specs` are the kernels'. The results are of rows, or with `gradients` the pair of the kernels' and those of rows.
     vmap turns a loop into selects between old and new in each round; so each group runs its own loop instead.
     """
-    groups = groups_of_rows()
-    if not groups:
-        return map_devices(fn)  # type: ignore[no-any-return]
-    mapped_fn: Callable[..., Any] = jax.custom_batching.custom_vmap(map_devices(fn))
-    mapped_fn.def_vmap(functools.partial(_map_groups, map_devices(_add_group_axis(fn), groups)))  # type: ignore[attr-defined]
-    return mapped_fn
 
+    def map_devices(fn: Callable[..., Any], *groups: tuple[str, ...]) -> Callable[..., Any]:
+        rows = PartitionSpec(WHOLE.rows) if split is WHOLE else PartitionSpec(*groups, row_axes(), POSITIONS)
+        outs = (tuple(PartitionSpec(*groups, *spec) for spec in specs), rows) if gradients else rows
 
-def _add_group_axis(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `fn` for arrays with a first axis of length 1, the device's group."""
+        def call(kernels: Any, *arrays: Any) -> Any:
+            ins = specs, *(rows for _ in arrays)
+            return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(kernels, *arrays)
 
-    def local(kernels: Any, *arrays: Any) -> Any:
+        return call
+
+    def on_group(kernels: Any, *arrays: Any) -> Any:  # a first axis of length 1 is the device's group
         return jax.tree.map(lambda x: x[None], fn(kernels, *jax.tree.map(lambda x: x[0], arrays)))
 
-    return local
+    groups = tuple(_DIVIDED.value)
+    if not groups:
+        return map_devices(fn)
+    mapped_fn: Callable[..., Any] = jax.custom_batching.custom_vmap(map_devices(fn))
+    mapped_fn.def_vmap(functools.partial(_map_groups, map_devices(on_group, groups)))  # type: ignore[attr-defined]
+    return mapped_fn
 
 
 def _map_groups(fn: Callable[..., Any], count: int, batched: Any, kernels: Any, *arrays: Any) -> tuple[Any, Any]:

@@ -149,7 +149,6 @@ def _read_header_entry(file: pathlib.Path, name: str, item: object) -> tuple[str
 
 
 def nbytes(x: jax.ShapeDtypeStruct) -> int:
-    """Returns the size of a tensor."""
     return int(x.dtype.itemsize * math.prod(x.shape))
 
 

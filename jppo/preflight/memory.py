@@ -79,7 +79,7 @@ def account_for(
 
 def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: int) -> Estimate:
     """Estimates the memory of a PPO run whose step has `entries` row entries in all, padding included."""
-    learner, state = make_learner(c, inputs, mesh, make.SHAPES)
+    learner, state = make_learner(c, inputs, mesh, sketch=True)
     programs, shapes = list_run_programs(c, learner, state), largest_shapes(learner.plan)
 
     def count_flop(program: Program) -> int:
@@ -123,9 +123,9 @@ def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: in
 def estimate_one_model(c: Supervised, task: Task, packed: Sequence[Rows]) -> Estimate:
     """Estimates a run that trains one model; `packed` is its largest batch."""
     mesh, shapes = task.mesh, largest_shapes(task.plan)
-    trained = make.sketch_trained(c, mesh, task.cfg, "", head=task.head, adapters=task.adapters)
-    trainable, opt = make.make_trainable(c.optim, task.name, task.loss, trained, 1, make.SHAPES)
-    learned, now = trained.learned, task.begin(trained.learned, opt, seed=c.trainer.seed, put=placing.shapes)
+    trained = make.sketch_trained(c, mesh, task.cfg, head=task.head, adapters=task.adapters)
+    trainable, opt = make.make_trainable(c.optim, task.name, task.loss, trained, 1)
+    learned, now = trained.learned, task.begin(trained.learned, opt, seed=c.trainer.seed)
     rows, by_row = [packing.empty_rows(shape) for shape in shapes], sharding.rows_sharding(mesh)
     if task.scores is None:
         programs, masked = [*update_programs(trainable, learned, opt, now, rows)], sampled_share(c)
@@ -160,9 +160,9 @@ def stored_models(c: Settings, inputs: ModelConfigs, mesh: Any) -> int:
 
 def stored_model(c: Training, mesh: Any, cfg: ModelConfig, adapters: Lora | None, head: Head, optimizer: str) -> int:
     """Returns the bytes of one model in a checkpoint; `optimizer` is its section of the settings."""
-    trained = make.sketch_trained(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), "", head=head, adapters=adapters)
+    trained = make.sketch_trained(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
     tx = optimizer_of(optimizers(c)[optimizer], optimizer, trained.layout)
-    opt, _ = state.abstract_optimizer(tx, trained.layout, trained.learned)
+    opt, _ = state.init_optimizer(tx, trained.layout, trained.learned)
     return global_size((trained.learned, opt))
 
 

@@ -52,7 +52,7 @@ def work_of_step(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     scoring_shapes = packing.micro_batch_shapes(samples, plan)
     published = memory.engine_bytes(inputs.policy, published_dtype(c))
     if inputs.adapters is not None and c.rollout.lora_sync == "adapter":
-        published = global_size(sketch_trained(c, mesh, inputs.policy, "", head="lm", adapters=inputs.adapters).learned)
+        published = global_size(sketch_trained(c, mesh, inputs.policy, head="lm", adapters=inputs.adapters).learned)
     return Work(
         scoring=len(scoring_shapes),
         entries=sum(map(math.prod, scoring_shapes)),

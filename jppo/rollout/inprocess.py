@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jppo.errors import UserError
-from jppo.models import experts, generate, placing
+from jppo.models import generate, placing
 from jppo.models.config import ModelConfig
 from jppo.models.generate import SamplingRule, Slots
 from jppo.models.lora import Weights
@@ -90,7 +90,7 @@ def make_programs(s: InprocessSettings, ends: Sequence[int], *, steps: int) -> P
     """Makes the engine's programs, compiled at their first calls; `steps` is the number of tokens per row and call."""
     empty, shardings = make_empty(s)  # rows keep their sharding across programs; otherwise XLA would recompile
     constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=s.by_row)
-    on_mesh: dict[str, Any] = dict(constrain=constrain, mix=experts.make_mix(s.by_row.mesh, whole_rows=True))
+    on_mesh: dict[str, Any] = dict(constrain=constrain, mesh=s.by_row.mesh)
 
     def fill(model: Params, slots: Slots, *prompts: Any) -> Slots:
         return generate.fill(model, s.cfg, slots, *prompts, **on_mesh)

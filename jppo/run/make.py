@@ -18,11 +18,11 @@ from jppo.errors import UserError
 from jppo.learner import catalogue, estimate, packing, ppo, programs, sharding, state, update
 from jppo.learner.algorithm import Algorithm
 from jppo.learner.make import (
-    LOADED,
-    Maker,
     Trained,
     chunk_tokens,
+    copy_weights,
     kept_tokens,
+    load_trained,
     make_decoder,
     make_trainable,
     offload_if,
@@ -257,11 +257,16 @@ def shares_trunk(c: Loop, inputs: ModelConfigs) -> bool:
     return inputs.adapters is not None and inputs.critic_adapters is not None and path_of_critic(c) == c.model.path
 
 
-def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any, maker: Maker = LOADED) -> tuple[StepLearner, TrainState]:
-    """Loads the models of a PPO run into their shards; returns the learner and the state before the first step."""
+def make_learner(
+    c: Settings, inputs: ModelConfigs, mesh: Any, *, sketch: bool = False
+) -> tuple[StepLearner, TrainState]:
+    """Loads the models of a PPO run into their shards; returns the learner and the state before the first step.
+
+    A `sketch` has shapes in place of arrays.
+    """
     recipe, plan = make_recipe(c), plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
     warmup, coefficient = c.trainer.critic_warmup, c.algorithm.kl_coef
-    learner, begin = load_learner(c, inputs, mesh, recipe, plan, maker, warmup=warmup, kl_coef=coefficient)
+    learner, begin = load_learner(c, inputs, mesh, recipe, plan, sketch=sketch, warmup=warmup, kl_coef=coefficient)
     actor_epochs, critic_epochs = make_epochs(c)
     step_fields = dict[str, Any](shape=batch_shape(c, mesh), actor_epochs=actor_epochs, critic_epochs=critic_epochs)
     return StepLearner(**vars(learner), **step_fields), begin
@@ -274,39 +279,39 @@ def make_loop_learner(c: Loop, inputs: ModelConfigs, mesh: Any) -> tuple[Learner
 
 
 def load_learner(
-    c: Loop, inputs: ModelConfigs, mesh: Any, recipe: ppo.Recipe, plan: packing.Plan, maker: Maker = LOADED, *,
+    c: Loop, inputs: ModelConfigs, mesh: Any, recipe: ppo.Recipe, plan: packing.Plan, *, sketch: bool = False,
     warmup: int = 0, kl_coef: float = 0.0,
 ) -> tuple[Learner, TrainState]:  # fmt: skip
     """Loads the models and makes their passes; `warmup` is the number of first steps without the policy's update."""
     passes, seed, steps = make_passes(c, recipe, inputs, mesh), c.trainer.seed, inputs.total_steps
-    policy, value = load_models(c, inputs, mesh, seed, maker)
-    actor, policy_opt = make_trainable(c.actor, "actor", passes.actor, policy, steps - warmup, maker)
+    policy, value = load_models(c, inputs, mesh, seed, sketch=sketch)
+    actor, policy_opt = make_trainable(c.actor, "actor", passes.actor, policy, steps - warmup)
     critic = value_opt = reference = None
     if value is not None and passes.critic is not None:
-        critic, value_opt = make_trainable(c.critic, "critic", passes.critic, value, steps, maker)
+        critic, value_opt = make_trainable(c.critic, "critic", passes.critic, value, steps)
     if inputs.reference is not None:
         key, cfg = jax.random.fold_in(jax.random.key(seed), 2), pad_vocab(inputs.reference, mesh.shape["tensor"])
-        reference = load_reference(c, mesh, cfg, policy, key, maker)
+        reference = load_reference(c, mesh, cfg, policy, key, sketch)
     cfg = pad_vocab(inputs.policy, mesh.shape["tensor"])
     learner = Learner(
         mesh=mesh, cfg=cfg, plan=plan, recipe=recipe, passes=passes, actor=actor, critic=critic, reference=reference
     )
     begin = state.begin_state(
         policy.learned, policy_opt, None if value is None else value.learned, value_opt, kl_coef=kl_coef, seed=seed,
-        value_norm=recipe.value_norm_decay is not None, put=maker.put,
+        value_norm=recipe.value_norm_decay is not None,
     )  # fmt: skip
     return learner, begin
 
 
 def load_models(
-    c: Loop, inputs: ModelConfigs, mesh: Any, seed: int, maker: Maker = LOADED,
+    c: Loop, inputs: ModelConfigs, mesh: Any, seed: int, *, sketch: bool = False,
     bases: tuple[Base | None, Base | None] = (None, None),
 ) -> tuple[Trained, Trained | None]:  # fmt: skip
     """Loads policy and critic; `bases` are their frozen weights, where these are in memory already."""
     base, critic_base = bases
-    key = jax.random.key(seed)
-    policy = maker.load(
-        c, mesh, pad_vocab(inputs.policy, mesh.shape["tensor"]), c.model.path, head="lm",
+    key, init = jax.random.key(seed), "shapes" if sketch else ""
+    policy = load_trained(
+        c, mesh, pad_vocab(inputs.policy, mesh.shape["tensor"]), c.model.path, head="lm", init=init or c.model.init,
         key=jax.random.fold_in(key, 0), adapters=inputs.adapters, trunk=None if base is None else base.params,
     )  # fmt: skip
     policy = offload_if(policy, c.actor.param_offload, shared=base is not None)
@@ -317,8 +322,8 @@ def load_models(
         trunk = policy.base
     elif path != c.model.path:  # a critic's files have its head, too
         trunk = None
-    critic = maker.load(
-        c, mesh, pad_vocab(inputs.critic, mesh.shape["tensor"]), path, head="value", init=critic_init(c),
+    critic = load_trained(
+        c, mesh, pad_vocab(inputs.critic, mesh.shape["tensor"]), path, head="value", init=init or critic_init(c),
         key=jax.random.fold_in(key, 1), adapters=inputs.critic_adapters, trunk=None if trunk is None else trunk.params,
     )  # fmt: skip
     return policy, offload_if(critic, c.critic.param_offload, shared=trunk is not None)
@@ -368,11 +373,12 @@ def run_programs(
         count_one()
 
 
-def load_reference(c: Loop, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array, maker: Maker) -> Params:
+def load_reference(c: Loop, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array, sketch: bool) -> Params:
     """Makes the frozen reference of the KL: its own model, or a copy of the initial policy."""
     if c.ref.path != "policy":
-        trained = maker.load(c, mesh, cfg, c.ref.path, head="lm", init="pretrained", key=key, adapters=None)
+        init = "shapes" if sketch else "pretrained"
+        trained = load_trained(c, mesh, cfg, c.ref.path, head="lm", init=init, key=key, adapters=None)
         return offload_if(trained, c.ref.param_offload).learned
     if policy.base is not None:  # LoRA: the loaded base is the reference
         return policy.base.params
-    return maker.copy(policy.learned, c.ref.param_offload)
+    return copy_weights(policy.learned, c.ref.param_offload)

@@ -67,11 +67,11 @@ class Task:
         params, opt = (getattr(state, field) for field in self.fields)
         return params, opt
 
-    def begin(self, params: Params, opt: Any, *, seed: int, put: Callable[[Any, Any], Any] = placing.put) -> TrainState:
-        """Makes the state before the first step; `put` places its numbers."""
+    def begin(self, params: Params, opt: Any, *, seed: int) -> TrainState:
+        """Makes the state before the first step."""
         trained, none = (params, opt), (None, None)
         policy, value = (trained, none) if self.head == "lm" else (none, trained)
-        return begin_state(*policy, *value, seed=seed, put=put)
+        return begin_state(*policy, *value, seed=seed)
 
 
 @dataclasses.dataclass(frozen=True)

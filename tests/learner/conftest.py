@@ -9,13 +9,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jppo.algorithms import advantage, losses, masked
 from jppo.learner import batch, catalogue, episodes, estimators, optim, packing, ppo, sharding, state, update
 from jppo.learner.algorithm import Algorithm
 from jppo.learner.trainable import Trainable
-from jppo.models import config_reader, experts, modules, sequence_parallel
+from jppo.models import config_reader, modules, sequence_parallel
 from jppo.models.attention import make_plain
 from jppo.models.decoder import Decoder, attention_settings, init_params
 from jppo.types import Reward
@@ -105,7 +106,7 @@ def recipe(estimator="gae", **changes):
 SCORING = dict(temperature=SETTINGS.temperature, chunk_tokens=64)
 KL_COEF = 0.2
 VALUE_NORM = np.float32([0.5, 0.3, 1.7])  # after some steps: weight, mean and variance of the returns
-ADAMW = optim.make_optimizer(functools.partial(optim.adamw, betas=(0.9, 0.99), weight_decay=0.1), grad_clip=0.5)
+ADAMW = optim.make_optimizer(functools.partial(optax.adamw, b1=0.9, b2=0.99, weight_decay=0.1), grad_clip=0.5)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -149,7 +150,7 @@ class Learner:
             attend=sequence_parallel.exchange_positions(plain, self.mesh),
             lookup=modules.make_lookup(self.mesh),
             remat=self.remat,
-            mix=experts.make_mix(self.mesh),
+            mesh=self.mesh,
         )
         model = (decoder, self.cfg)
         bins = 1 if self.recipe.value_range is None else 8

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jppo.algorithms import advantage
 from jppo.learner import batch, estimate, estimators, packing, sharding
 from jppo.learner.episodes import comparison_groups, make_episodes
 from jppo.types import Reward, Trajectory
@@ -81,7 +82,8 @@ def test_a_truncated_response_is_not_learned_but_compared():
     data = batch.flatten(some, rewards, np.zeros(3, np.int32), shape=(3, 2), filter_truncated=True)
     np.testing.assert_array_equal(data.mask, [[1, 1], [0, 0], [1, 1]])
     how = dict(kl_penalty=None, correction=None, bypass=True)
-    found, _ = estimate.make_advantages(estimators.grpo(norm_adv_by_std=False), **how)(data, np.float32(0))
+    dr_grpo = estimators.by_group(advantage.grpo, norm_adv_by_std=False)
+    found, _ = estimate.make_advantages(dr_grpo, **how)(data, np.float32(0))
     np.testing.assert_allclose(found["advantage"], np.float32([[2, 2], [0, 0], [-1, -1]]) / 3, rtol=1e-5)
     assert batch.flatten(some, rewards, np.zeros(3, np.int32), shape=(3, 2)).mask.all(), "without the filter"
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jppo.algorithms import advantage
 from jppo.learner import batch, estimate, estimators
 from jppo.learner.algorithm import Algorithm
 from jppo.learner.episodes import make_episodes, with_branches
@@ -18,11 +19,11 @@ SCORES = (1.0, 0.0, 0.25, 1.0)  # of four episodes of one prompt
 BRANCHES = (0, 3, 1, 0)  # further ones
 KL_COEF = 0.5
 MADE = {
-    "grpo": lambda: estimators.grpo(norm_adv_by_std=True),
-    "dr grpo": lambda: estimators.grpo(norm_adv_by_std=False),
-    "rloo": estimators.rloo,
-    "rloo_vectorized": estimators.rloo_vectorized,
-    "baseline": estimators.reinforce_plus_plus_baseline,
+    "grpo": lambda: estimators.by_group(advantage.grpo, norm_adv_by_std=True),
+    "dr grpo": lambda: estimators.by_group(advantage.grpo, norm_adv_by_std=False),
+    "rloo": lambda: estimators.by_group(advantage.rloo),
+    "rloo_vectorized": lambda: estimators.by_group(advantage.rloo_vectorized),
+    "baseline": lambda: estimators.by_group(advantage.reinforce_plus_plus_baseline),
     "opo": estimators.opo,
 }
 

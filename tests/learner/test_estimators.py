@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jppo.algorithms import advantage
 from jppo.learner import batch, estimate, estimators
 from jppo.learner.views import EpisodeView, TokenView
 from jppo.types import Batch, Reward
@@ -76,7 +77,8 @@ def test_reinforce_without_a_baseline_is_verls_grpo_rloo_and_opo_of_one_sample()
     view = episodes(score=score, length=np.float32([2.0, 1.0, 4.0]), group=np.arange(3))
     made = estimators.reinforce_no_baseline()
     np.testing.assert_array_equal(made.outcome(view), score)
-    for other in (estimators.grpo(norm_adv_by_std=True), estimators.rloo(), estimators.opo()):
+    grpo, rloo = estimators.by_group(advantage.grpo, norm_adv_by_std=True), estimators.by_group(advantage.rloo)
+    for other in (grpo, rloo, estimators.opo()):
         np.testing.assert_allclose(other.outcome(view), score, rtol=2e-6)
     assert not made.compares and other.compares
 

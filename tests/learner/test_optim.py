@@ -274,7 +274,7 @@ def test_weight_decay_leaves_a_buffer_of_the_model_alone():
     params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), what.shapes)
     zeros = jax.tree.map(jnp.zeros_like, params)
     tx = optim.make_optimizer(
-        functools.partial(optim.adamw, betas=(0.9, 0.99), weight_decay=0.5), grad_clip=1.0, still=what.still
+        functools.partial(optax.adamw, b1=0.9, b2=0.99, weight_decay=0.5), grad_clip=1.0, still=what.still
     )
     after, _ = optim.apply_gradients(tx, params, tx.init(optim.in_f32(params)), zeros, jnp.float32(0.1))
     still = {jax.tree_util.keystr(path) for path, x in jax.tree.leaves_with_path(after) if (x == 1).all()}
@@ -294,7 +294,7 @@ def test_state_of_any_optimizer_is_sharded_as_its_parameters(name):
     cfg = pad_vocab(config_reader.parse_config(shape, path="here"), mesh.shape["tensor"])
     what = state.model_weights(cfg, mesh, head="lm", param_dtype=jnp.float32)
     tx = make(name, matrices=what.matrices if name == "muon" else None)
-    opt, places = state.abstract_optimizer(tx, what, state.abstract(what))
+    opt, places = state.init_optimizer(tx, what, state.abstract(what))
     seen = set()
 
     def look(leaf, shape, place):

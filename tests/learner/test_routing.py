@@ -15,7 +15,7 @@ from jppo.learner import packing, ppo, score
 from jppo.models import config_reader, decoder, hf_write, params
 from jppo.run.make import replayed_experts
 from jppo.runlog import trajectories as saved
-from tests.make import trajectory
+from tests.make import abstract_params, trajectory
 
 E, K, LAYERS = 5, 2, 3
 LENGTHS = (7, 10, 4)
@@ -162,7 +162,7 @@ def test_old_log_probs_come_with_the_share_of_experts_that_differs(make_recipe):
     cfg = config_reader.parse_config(config(True, LAYERS).to_dict(), path="config.json")
     model = decoder.Decoder(cfg), cfg
     passes = ppo.make_passes(ppo.Models(model, None, None), make_recipe("grpo"), temperature=0.9, chunk_tokens=64)
-    values = params.abstract_params(cfg, head="lm", param_dtype=jnp.float32)
+    values = abstract_params(cfg, head="lm", param_dtype=jnp.float32)
     [rows] = packing.pack(drawn(), range(3), plan())
     assert jax.eval_shape(passes.logprob, values, rows).routing_differs.shape == rows.mask.shape
 

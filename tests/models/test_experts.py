@@ -91,7 +91,7 @@ def test_the_form_for_accelerators_is_that_for_cpus(rng, name, chosen):
     sizes, order = np.bincount(expert, minlength=E), np.argsort(expert, kind="stable")
 
     args = expert_products.join_kernels(kernels), (rows, weight), jnp.asarray(sizes), jnp.asarray(order)
-    how = expert_products.expert_function((cfg, None), 3)
+    how = expert_products.GroupedMap(functools.partial(expert_products.expert_blocks, (cfg, None)), (3, 1))
 
     def run(cpu, *args):
         return expert_products.grouped_outputs(how, *args, cpu=cpu), *expert_products.grouped_gradients(
@@ -227,7 +227,7 @@ def graded(config, mesh_shape, tokens, segment, position, **settings):
         constrain=sharding.constrain_to_rows(mesh),
         attend=sequence_parallel.exchange_positions(make_plain(**decoder.attention_settings(cfg)), mesh),
         lookup=modules.make_lookup(mesh),
-        mix=experts.make_mix(mesh),
+        mesh=mesh,
         **settings,
     )
 

@@ -15,7 +15,7 @@ from jppo.errors import UserError
 from jppo.learner import sharding, state
 from jppo.models import decoder, heads, hf, hf_write, params, tensorfile
 from jppo.models.config import pad_vocab
-from tests.make import whole
+from tests.make import abstract_params, whole
 from tests.models.conftest import BY_FAMILY
 
 
@@ -338,7 +338,7 @@ def test_shardings_decide_the_place_and_change_no_bit(checkpoint, name, mesh_sha
     directory, _ = checkpoint(name)
     cfg, expected = load(directory)
     mesh = sharding.mesh_of_shape(mesh_shape)
-    shapes = params.abstract_params(cfg, head="lm", param_dtype=jnp.float32)
+    shapes = abstract_params(cfg, head="lm", param_dtype=jnp.float32)
     axes = params.tree(params.table(cfg, head="lm"), lambda entry: entry.axes)
     places = sharding.param_shardings(mesh, axes, shapes)
     values = hf.load_params(directory, cfg, head="lm", param_dtype=jnp.float32, shardings=places)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jppo.models import config_reader, decoder, params
+from tests.make import abstract_params
 
 NAMES = (
     "qwen2-tied",
@@ -28,7 +29,7 @@ def test_table_is_what_the_module_makes(hf_config, name, head):
     made = jax.eval_shape(
         lambda key: decoder.init_params(cfg, key, head=head, param_dtype=jnp.bfloat16), jax.random.key(0)
     )
-    assert made == params.abstract_params(cfg, head=head, param_dtype=jnp.bfloat16)
+    assert made == abstract_params(cfg, head=head, param_dtype=jnp.bfloat16)
     axes = params.tree(params.table(cfg, head=head), lambda entry: entry.axes)
     ranks = [len(names) for names in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))]
     assert ranks == [leaf.ndim for leaf in jax.tree.leaves(made)]

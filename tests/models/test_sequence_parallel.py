@@ -130,21 +130,20 @@ def test_keys_are_repeated_no_more_than_is_needed():
 def test_each_group_of_devices_runs_loops_of_its_own():
     """vmap alone makes one loop of all, until the last is done, with a condition for each."""
 
+    mesh = sharding.mesh_of_shape((2, 1, 1), jax.devices()[:2])
+
     def doubled(_, x):  # until it has reached 100
-        return jax.lax.while_loop(lambda x: x[0] < 100, lambda x: 2 * x, x)
+        return jax.lax.while_loop(lambda x: x[0, 0] < 100, lambda x: 2 * x, x)
 
-    def spread(fn, *groups):
-        assert groups in ((), (("data",),))
-        return fn if not groups else lambda kernels, x: jnp.concatenate([fn(kernels, one[None]) for one in x])
-
+    @jax.jit
     def of_groups(x):
-        return jax.vmap(lambda x: sequence_parallel.map_over_mesh(spread, doubled)(None, x))(x)
+        return jax.vmap(lambda x: sequence_parallel.map_over_mesh(doubled, mesh, (), gradients=False)((), x))(x)
 
-    x = jnp.array([[3.0], [7.0], [128.0]])
+    x = jnp.array([[[3.0], [3.0]], [[7.0], [7.0]]])  # two rows of each group
     for divided, together in ((contextlib.nullcontext(), True), (sequence_parallel.divide_rows("data"), False)):
         with divided:
-            assert of_groups(x).tolist() == [[192.0], [112.0], [128.0]]
-            assert ("bool[3]" in str(jax.make_jaxpr(of_groups)(x))) == together
+            assert of_groups(x)[..., 0].tolist() == [[192.0, 192.0], [112.0, 112.0]]
+            assert ("bool[2]" in str(jax.make_jaxpr(of_groups)(x))) == together
 
 
 @pytest.mark.parametrize("size, axes", [(8, "abc"), (4, "ab"), (6, "a"), (5, ""), (0, "abc")])

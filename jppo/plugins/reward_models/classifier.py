@@ -23,7 +23,7 @@ from jppo.errors import UserError
 from jppo.models import families, heads, hf, tensorfile
 from jppo.models.attention import Attend
 from jppo.models.decoder import Decoder, identity
-from jppo.models.experts import make_mix
+from jppo.models.sequence_parallel import WHOLE
 from jppo.types import Params
 
 
@@ -219,9 +219,9 @@ class JaxRewardModel:
         self._lengths = compiled_lengths(max_length)
         shard_count = 1 if rows is None else rows.mesh.size // rows.shard_shape((rows.mesh.size,))[0]
         self._batch_rows = -(-batch_size // shard_count) * shard_count
-        mix = make_mix(None if rows is None else rows.mesh, whole_rows=True)
+        mesh: Any = None if rows is None else rows.mesh
         constrain = identity if rows is None else functools.partial(jax.lax.with_sharding_constraint, shardings=rows)
-        model = Decoder(cfg, dtype=dtype, param_dtype=dtype, constrain=constrain, attend=attend, mix=mix)
+        model = Decoder(cfg, dtype=dtype, param_dtype=dtype, constrain=constrain, attend=attend, mesh=mesh, split=WHOLE)
         self._scores = jax.jit(functools.partial(_compute_scores, model, classifier.steps), out_shardings=replicated)
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:

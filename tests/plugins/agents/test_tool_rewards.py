@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jppo.algorithms import advantage
 from jppo.learner import batch, estimate, estimators
 from jppo.plugins.agents.calls import Call
 from jppo.plugins.agents.conversation import Turns, make_environment
@@ -148,6 +149,6 @@ def test_gae_credits_the_turn_and_a_group_sees_the_sum(plain):
         expected = [sum((GAMMA * LAM) ** j * d for j, d in enumerate(delta[k:])) for k in range(len(delta))]
         np.testing.assert_allclose(found[b, chosen], expected, rtol=1e-5, atol=1e-5)
         assert not np.delete(found[b], chosen).any()
-    found = advantages(estimators.grpo(norm_adv_by_std=False), data)
+    found = advantages(estimators.by_group(advantage.grpo, norm_adv_by_std=False), data)
     for b, expected in enumerate(np.array([-1.0, -1.5, 0.0]) - (-2.5 / 3)):
         np.testing.assert_allclose(found[b][data.mask[b]], expected, rtol=1e-5)
