@@ -12,12 +12,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
 from jppo.forecast import hlo, program_costs, schedule
-from jppo.forecast.machines import HOST, Gpu, Machine, Tpu
+from jppo.forecast.machines import HOST, Gpu, Kind, Machine, Tpu
 from jppo.forecast.schedule import Collective, Kernel, Step, count_crossings, run_schedule, schedule_of
 
 PARTITIONER = "Involuntary full rematerialization"
@@ -182,7 +182,8 @@ def forecast_account(account: Account, machine: Machine, mesh: Any, useful: int 
 def seconds_of(collective: Collective, machine: Machine, devices: Sequence[Any], *, reached: bool = False) -> float:
     """Returns seconds of one execution of a collective at the vendor's rates, or at the shares that are reached."""
     chip = machine.chip
-    members, groups = count_crossings(collective.groups, [_group_of(device, chip) for device in devices])
+    place = "process_index" if isinstance(chip, Gpu) else "slice_index"
+    members, groups = count_crossings(collective.groups, [int(getattr(d, place, None) or 0) for d in devices])
     members_inside = members // groups  # members of a group in one host, or slice
     link = chip.link if isinstance(chip, Gpu) else _torus_rate(collective, machine, devices)
     network = chip.network
@@ -199,13 +200,6 @@ def seconds_of(collective: Collective, machine: Machine, devices: Sequence[Any],
     inside_s = collective.bytes * (members_inside - 1) / members_inside / link
     across_s = collective.bytes * (groups - 1) / groups / members_inside / network
     return passes * max(inside_s, across_s)
-
-
-def _group_of(device: Any, chip: Any) -> int:
-    """Returns the host of a GPU or the slice of a TPU, by number."""
-    if isinstance(chip, Gpu):
-        return int(device.process_index)
-    return int(getattr(device, "slice_index", None) or 0)
 
 
 def _torus_rate(collective: Collective, machine: Machine, devices: Sequence[Any]) -> float:
@@ -231,6 +225,5 @@ def rates(machine: Machine) -> list[str]:
         f"source           {chip.source}",
         f"host memory      {HOST[0] / 1e9:,.3g} GB/s, {HOST[1]}",
     ]
-    return lines + [
-        f"reached share    {kind}: {share.value:.0%}, {share.source}" for kind, share in chip.shares.items()
-    ]
+    shares = [(kind, chip.shares[kind]) for kind in get_args(Kind)]
+    return lines + [f"reached share    {kind}: {share.value:.0%}, {share.source}" for kind, share in shares]

@@ -10,13 +10,15 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 BITS = {
     "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
     "s64": 64, "u64": 64, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4,
     "f8e4m3": 8, "f8e4m3fn": 8, "f8e5m2": 8, "f8e4m3b11fnuz": 8, "f8e4m3fnuz": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8,
 }  # fmt: skip
+
+WRAPPERS = ("fusion", "async-start", "call")
 
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=\s]*)\](\{[^{}]*\})?")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
@@ -88,13 +90,12 @@ class HloProgram:
             for instruction in self.computations[name].values():
                 yield name, instruction, times
 
-    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yields the instructions of the computations that a fusion or wrapper calls."""
-        for name in instruction.called:
-            for inner in self.computations.get(name, {}).values():
-                yield inner
-                if inner.opcode in WRAPPERS:
-                    yield from self.inside(inner)
+    def lines(self, name: str, wrappers: Sequence[str] = WRAPPERS) -> Iterator[tuple[str, Instruction]]:
+        """Yields (computation, instruction) of a computation and of those that its fusions and wrappers call."""
+        for line in self.computations.get(name, {}).values():
+            yield name, line
+            for inner in line.called if line.opcode in wrappers else ():
+                yield from self.lines(inner, wrappers)
 
     def shapes_of(self, computation: str, instruction: Instruction) -> list[tuple[Shape, ...]]:
         """Returns the shapes of an instruction's operands."""
@@ -116,31 +117,28 @@ class HloProgram:
             count = math.ceil(self.share * longest)
         return count
 
+    def bodies(self, instruction: Instruction) -> list[tuple[str, int]]:
+        """Returns (computation, times) of a loop, call or conditional; all branches count, an upper bound."""
+        names, times = instruction.called if instruction.opcode in ("call", "conditional") else (), 1
+        if instruction.opcode == "while":
+            names, times = tuple(re.findall(r"body=%?([\w.\-]+)", instruction.attributes)), self.trips(instruction) or 1
+        return [(name, times) for name in names if name in self.computations]
+
     def _sliced_length(self, body: str) -> int | None:
         """Returns N where each iteration slices an s32 [N, ...], as the loop over a mask's tokens does; else None."""
         lengths = set()
-        for name, lines in self._with_fusions(body):
-            for line in lines.values():
-                if line.opcode == "dynamic-slice" and line.shapes[0].dtype == "s32":
-                    array_dims, slice_dims = self.shapes_of(name, line)[0][0].dims, line.shapes[0].dims
-                    if len(array_dims) > 1 and slice_dims[0] == 1 and slice_dims[1:] == array_dims[1:]:
-                        lengths.add(array_dims[0])
+        for name, line in self.lines(body):
+            if line.opcode == "dynamic-slice" and line.shapes[0].dtype == "s32":
+                array_dims, slice_dims = self.shapes_of(name, line)[0][0].dims, line.shapes[0].dims
+                if len(array_dims) > 1 and slice_dims[0] == 1 and slice_dims[1:] == array_dims[1:]:
+                    lengths.add(array_dims[0])
         return lengths.pop() if len(lengths) == 1 else None
-
-    def _with_fusions(self, name: str) -> Iterator[tuple[str, dict[str, Instruction]]]:
-        """Yields a computation and the ones in its fusions."""
-        lines = self.computations.get(name, {})
-        yield name, lines
-        for line in lines.values():
-            for inner in line.called if line.opcode in WRAPPERS else ():
-                yield from self._with_fusions(inner)
 
     def _loop_bound(self, condition: str) -> int | None:
         """Returns the N of a loop's condition `i < N`, where i begins at 0; None for another condition."""
-        lines = list(self.computations.get(condition, {}).values())
-        nested = [*lines, *(inner for line in lines if line.opcode in WRAPPERS for inner in self.inside(line))]
-        limits = {int(v) for line in nested if line.opcode == "constant" and (v := line.attribute(r"^(\d+)\)"))}
-        comparisons = [line for line in nested if line.opcode == "compare"]
+        lines = [line for _, line in self.lines(condition)]
+        limits = {int(v) for line in lines if line.opcode == "constant" and (v := line.attribute(r"^(\d+)\)"))}
+        comparisons = [line for line in lines if line.opcode == "compare"]
         if len(comparisons) == 1 and len(limits) == 1 and "direction=LT" in comparisons[0].attributes:
             return limits.pop()
         return None
@@ -152,20 +150,11 @@ class HloProgram:
         def add_executions(name: str, count: int) -> None:
             times[name] += count
             for instruction in self.computations[name].values():
-                if instruction.opcode == "while":
-                    body = instruction.attribute(r"body=%?([\w.\-]+)")
-                    if body in self.computations:
-                        add_executions(body, count * (self.trips(instruction) or 1))
-                elif instruction.opcode in ("call", "conditional"):
-                    for inner in instruction.called:  # all branches of a conditional count: an upper bound
-                        if inner in self.computations:
-                            add_executions(inner, count)
+                for inner, repeats in self.bodies(instruction):
+                    add_executions(inner, count * repeats)
 
         add_executions(self.entry, 1)
         return dict(times)
-
-
-WRAPPERS = ("fusion", "async-start", "call")
 
 
 def parse_hlo(text: str, share: float = 1.0) -> HloProgram:

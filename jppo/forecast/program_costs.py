@@ -39,9 +39,9 @@ def flops_of(program: HloProgram, computation: str, instruction: Instruction) ->
     """Counts an instruction's FLOP by factor dtype, fused ones too; and whether it is attention."""
     counts: collections.Counter[str] = collections.Counter()
     attends = False
-    for inner_computation, line in [(computation, instruction), *_fused(program, instruction)]:
+    for inner_computation, line in _with_fused(program, computation, instruction):
         operands = program.shapes_of(inner_computation, line)
-        if flop := instruction_flops(line, operands):
+        if line.opcode in _FLOPS_OF and (flop := _FLOPS_OF[line.opcode](line, operands)):
             is_float32 = any(shape.dtype in ("f32", "f64") for shapes in operands[:2] for shape in shapes)
             counts["float32" if is_float32 else "bfloat16"] += flop
             attends |= (kernel_of(line) or "").startswith(("__cudnn$fmha", *ATTENTION))
@@ -51,36 +51,18 @@ def flops_of(program: HloProgram, computation: str, instruction: Instruction) ->
 def kernels(program: HloProgram) -> dict[str, int]:
     """Counts the calls of each custom kernel."""
     calls: collections.Counter[str] = collections.Counter()
-    for _, line, times in _executed_lines(program):
-        if (name := kernel_of(line)) is not None:
-            calls[name] += times
+    for computation, instruction, times in program.executed():
+        for _, line in _with_fused(program, computation, instruction):
+            if (name := kernel_of(line)) is not None:
+                calls[name] += times
     return dict(calls)
 
 
-def _executed_lines(program: HloProgram) -> Iterator[tuple[str, Instruction, int]]:
-    """Yields (computation, instruction, executions), fused ones too."""
-    for computation, instruction, times in program.executed():
-        yield computation, instruction, times
-        yield from ((place, line, times) for place, line in _fused(program, instruction))
-
-
-def _fused(program: HloProgram, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
-    """Yields (computation, instruction) for all instructions inside a fusion."""
+def _with_fused(program: HloProgram, computation: str, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+    """Yields (computation, instruction) for an instruction, and for all instructions inside a fusion."""
+    yield computation, instruction
     for name in instruction.called if instruction.opcode in FUSIONS else ():
-        for line in program.computations.get(name, {}).values():
-            yield name, line
-            yield from _fused(program, line)
-
-
-def instruction_flops(instruction: Instruction, operands: Operands) -> int:
-    """Counts FLOP of one execution, two per multiply-add; 0 if it is no product."""
-    if instruction.opcode == "dot":
-        return _dot_flops(instruction, operands)
-    if instruction.opcode == "convolution":
-        return _convolution_flops(instruction, operands)
-    if instruction.opcode == "custom-call":
-        return _kernel_flops(instruction, operands)
-    return 0
+        yield from program.lines(name, FUSIONS)
 
 
 def kernel_of(instruction: Instruction) -> str | None:
@@ -170,6 +152,10 @@ def _cudnn_attention(instruction: Instruction, operands: Operands, *, backward: 
     width = operands[0][0].dims[-1]
     causal = "CAUSAL" in (instruction.attribute(r'mask_type":\s*"(\w+)"') or "")
     return (5 if backward else 2) * 2 * pairs * width // (2 if causal else 1)
+
+
+# FLOP of one execution of the instructions that are products, two per multiply-add.
+_FLOPS_OF = {"dot": _dot_flops, "convolution": _convolution_flops, "custom-call": _kernel_flops}
 
 
 def bytes_moved(program: HloProgram, computation: str, instruction: Instruction) -> int:

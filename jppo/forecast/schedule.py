@@ -234,14 +234,10 @@ def schedule_of(program: HloProgram, sizes: dict[str, int]) -> tuple[Step, ...]:
 def _steps(program: HloProgram, computation: str, sizes: dict[str, int]) -> Iterator[Step]:
     """Yields the schedule's steps of a computation, in the compiler's order."""
     for instruction in program.computations[computation].values():
-        if instruction.opcode == "while":
-            body = instruction.attribute(r"body=%?([\w.\-]+)")
-            if body in program.computations:
-                yield Loop(program.trips(instruction) or 1, tuple(_steps(program, body, sizes)))
-        elif instruction.opcode in ("call", "conditional"):  # all branches of a conditional: an upper bound
-            for name in instruction.called:
-                if name in program.computations:
-                    yield from _steps(program, name, sizes)
+        if instruction.opcode in ("while", "call", "conditional"):
+            for name, times in program.bodies(instruction):
+                steps = tuple(_steps(program, name, sizes))
+                yield from (Loop(times, steps),) if instruction.opcode == "while" else steps
         elif instruction.opcode.endswith("-done"):
             yield from (Wait(name) for name in instruction.operands[:1])
         else:

@@ -108,7 +108,8 @@ def make_document(run_dirs: Sequence[pathlib.Path], budget: int = BUDGET) -> dic
 
 def read_entries(folder: Folder, budget: int) -> list[dict[str, Any]]:
     """Reads a run's files of samples and token records; returns an entry per file, within `budget` characters."""
-    files = files_read(folder.samples)
+    of_kind = [(count, [f for f in folder.samples if f.kind == kind]) for kind, count in FILES.items()]
+    files = [file for count, files in of_kind for file in pick_evenly(files, count)]
     steps = {file.step for file in files if file.kind == "step"}
     records = read_records([file for file in folder.tokens if file.step in steps], budget // 4, folder.notes)
     budget -= sum(len(packed.packed) for packed in records.values())
@@ -194,11 +195,6 @@ RATIO = 6.0  # assumed compression of texts, until some are packed
 QUANTITIES = ("reward", "value", "advantage", "log_ratio_engine", "log_ratio_reference")
 TOKENS = 5_000  # kept of a response, half of them from its end
 TOKEN_RATIO = 4.0  # assumed compression of a file of token records
-
-
-def files_read(files: Sequence[SampleFile]) -> list[SampleFile]:
-    """Returns the files of samples that the report reads, evenly spaced over the steps."""
-    return [f for kind, count in FILES.items() for f in pick_evenly([f for f in files if f.kind == kind], count)]
 
 
 def read_samples(

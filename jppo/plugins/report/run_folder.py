@@ -142,8 +142,8 @@ def curves(lines: Lines, points: int = POINTS) -> dict[str, Any]:
             gaps = steps[~finite]
             nonfinite[name] = {"count": len(gaps), "steps": gaps[:MAX_NONFINITE].tolist()}
         width = -(-int(steps[-1] - steps[0] + 1) // points) if len(steps) > points else 1
-        starts = _bucket_starts(steps, width)
-        axis = {"steps": (steps[0] + (steps[starts] - steps[0]) // width * width).tolist(), "width": width}
+        starts, firsts = _buckets(steps, width)
+        axis = {"steps": firsts, "width": width}
         if axis not in axes:
             axes.append(axis)
         curve: dict[str, Any] = {"axis": axes.index(axis)}
@@ -166,7 +166,7 @@ def stage_times(lines: Lines, bars: int = BARS) -> dict[str, Any]:
     known = [stage for stage in STAGES if stage in stages and stage != "step"]
     parts = [s for s in known if s not in OUTSIDE] + sorted(stages - {*STAGES})
     names = [s for s in known if s == "start"] + parts + [s for s in known if s in ("testing", "save")]
-    seconds = {s: _stage_seconds(lines, s) for s in [*names, "step"]}
+    seconds = {s: np.array([number(line.get(f"timing_s/{s}")) or 0.0 for line in lines]) for s in [*names, "step"]}
     if "step" in stages:
         remainder = seconds["step"] - sum((seconds[s] for s in parts), np.zeros(len(lines)))
         names = [*names, "other"]
@@ -177,14 +177,13 @@ def stage_times(lines: Lines, bars: int = BARS) -> dict[str, Any]:
         return {"names": names, "totals": totals, "steps": [], "width": 1, "bars": {}}
     counted = np.array([line["step"] > 0 for line in lines])
     width = -(-int(steps[-1] - steps[0] + 1) // bars)
-    starts = _bucket_starts(steps, width)
+    starts, firsts = _buckets(steps, width)
     count = np.diff([*starts, len(steps)])
     means = {s: np.add.reduceat(seconds[s][counted], starts) / count for s in names if s != "start"}
-    firsts = steps[0] + (steps[starts] - steps[0]) // width * width
     return {
         "names": names,
         "totals": totals,
-        "steps": firsts.tolist(),
+        "steps": firsts,
         "width": width,
         "bars": {s: rounded(values) for s, values in means.items()},
     }
@@ -232,11 +231,8 @@ def _metric_columns(lines: Lines) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return {name: (np.array(steps, dtype=np.int64), np.array(values)) for name, (steps, values) in columns.items()}
 
 
-def _bucket_starts(steps: np.ndarray, width: int) -> np.ndarray:
-    """Returns the index of the first step in each bucket of `width` steps that is not empty."""
+def _buckets(steps: np.ndarray, width: int) -> tuple[np.ndarray, list[int]]:
+    """Returns the index of the first step in each bucket of `width` steps that is not empty, and the buckets' steps."""
     bucket = (steps - steps[0]) // width
-    return np.flatnonzero(np.diff(bucket, prepend=-1))
-
-
-def _stage_seconds(lines: Lines, stage: str) -> np.ndarray:
-    return np.array([number(line.get(f"timing_s/{stage}")) or 0.0 for line in lines])
+    starts = np.flatnonzero(np.diff(bucket, prepend=-1))
+    return starts, (steps[0] + bucket[starts] * width).tolist()
