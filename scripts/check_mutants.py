@@ -1,14 +1,15 @@
 """Mutation check: do the tests of a room catch faults in it? scripts/check_mutants.py --mutants=200 --seed=7
 
 Draws one-token faults (signs, bounds, masks, axes, off-by-one, swapped branches) from all of `jppo/`, writes each into
-a copy of the checkout, and runs there the quick tests of the room that execute the changed line, quickest first, and
+a copy of the checkout, and runs there the quick tests of the room that execute the changed line, quickest first, then
 those of test_MODULE.py, until one fails. Which tests execute which lines is measured first, with `coverage`, over the
 whole quick suite (half an hour on two cores), and kept in --covered for the next time. A line that no test executes
 itself, since it runs at the import or in another process (a server's, a sandbox's), is given the room's files that name
 its module and the tests that execute other lines of it; a module of no room, all tests. Each run is a fork of a process
 that has imported the dependencies, and all share a cache of compiled programs. Prints a line a mutant, then the share
-that was caught by room, and those that live. --again FILE tries those of an earlier output that lived. Exit code 1
-below --at-least.
+that was caught by room, and those that live. --again FILE tries those of an earlier output that lived. --json FILE
+keeps which test catches each mutant first, and the seconds of tests that execute no line of their own and were never
+first though they were run: these cost time and catch nothing alone. Exit code 1 below --at-least.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from typing import Any
 
 import coverage
 import pytest
@@ -158,6 +160,11 @@ class Covered:
         others = {n for tests in lines.values() for n in tests} or set(range(len(self.tests)))
         return [*named, *self._quickest(others, own - {*named}, budget_s)]
 
+    def with_own_lines(self) -> set[str]:
+        """Returns the tests that execute a line which no other test executes."""
+        executed = (numbers for lines in self.lines.values() for numbers in lines.values())
+        return {self.tests[numbers[0]] for numbers in executed if len(numbers) == 1}
+
     def _quickest(self, numbers: set[int], own: set[str], budget_s: float) -> list[str]:
         numbers = {n for n in numbers if self.tests[n].split("::")[0] in own}
         chosen, spent = [], 0.0
@@ -227,6 +234,17 @@ def measure(kept: pathlib.Path, jobs: int) -> None:
     kept.write_text(json.dumps({"tests": list(numbers), "seconds": seconds, "lines": lines}))
 
 
+class InOrder:
+    """A plugin that runs tests in the order in which they are named, whatever conftest.py and fixtures prefer."""
+
+    def __init__(self, tests: list[str]) -> None:
+        self.places = {test: i for i, test in enumerate(tests)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: self.places.get(item.nodeid, self.places.get(item.nodeid.split("::")[0], -1)))
+
+
 def run_tests(checkout: pathlib.Path, tests: list[str], log: pathlib.Path) -> None:
     """Runs the tests of a copy until one fails and exits as pytest does; for a forked process."""
     with log.open("w") as out:
@@ -234,7 +252,9 @@ def run_tests(checkout: pathlib.Path, tests: list[str], log: pathlib.Path) -> No
         os.dup2(out.fileno(), 2)
     os.chdir(checkout)
     sys.path.insert(0, str(checkout))
-    code = int(pytest.main(["-x", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", *tests]))
+    code = int(
+        pytest.main(["-x", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", *tests], plugins=[InOrder(tests)])
+    )
     sys.stdout.flush()
     os._exit(code)
 
@@ -254,7 +274,7 @@ def catches(checkout: pathlib.Path, tests: list[str], timeout_s: float) -> tuple
         if process.exitcode < 0:
             return True, f"signal {-process.exitcode}"
         raise SystemExit(f"error: pytest ended with {process.exitcode}: {text[-500:]}")
-    by = [line.split(" - ")[0] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    by = [line.split(" - ")[0].split(" ", 1)[1] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return process.exitcode != 0, by[0] if by else ""
 
 
@@ -272,7 +292,7 @@ def copy(folder: pathlib.Path) -> pathlib.Path:
 
 
 def work(drawn: list[Mutant], covered: Covered, args: argparse.Namespace, done: multiprocessing.SimpleQueue) -> None:
-    """Tries mutants one after another in a separate copy; puts (mutant, whether caught, the line to print)."""
+    """Tries mutants one after another in a separate copy; puts (mutant, whether caught, its record)."""
     with tempfile.TemporaryDirectory() as folder:
         checkout = copy(pathlib.Path(folder))
         for mutant in drawn:
@@ -281,8 +301,25 @@ def work(drawn: list[Mutant], covered: Covered, args: argparse.Namespace, done: 
             target.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.end :])
             caught, by = catches(checkout, tests, args.timeout_s) if tests else (False, "no test of the room")
             target.write_bytes(source)
-            line = f"{'caught' if caught else 'LIVES'} {time.monotonic() - began:.0f} s {mutant} {by or len(tests)}"
-            done.put((mutant, caught, line))
+            record = dict(mutant=str(mutant), caught=caught, by=by, tests=tests, seconds=time.monotonic() - began)
+            done.put((mutant, caught, record))
+
+
+def first_catches(records: list[dict[str, Any]], covered: Covered) -> dict[str, Any]:
+    """Returns how often each test was the first to catch a mutant, and the seconds of those that catch nothing alone.
+
+    Those were run against a mutant, were never the first, and execute no line of their own.
+    """
+    first = collections.Counter(record["by"] for record in records if record["caught"])
+    run = {test for record in records for test in run_until(record["tests"], record["by"])}
+    seconds = dict(zip(covered.tests, covered.seconds, strict=True))
+    alone = sorted((run & seconds.keys()) - first.keys() - covered.with_own_lines(), key=lambda test: -seconds[test])
+    return {"first": dict(first.most_common()), "never_first": {test: seconds[test] for test in alone}}
+
+
+def run_until(tests: list[str], by: str) -> list[str]:
+    """Returns the tests that were run, up to the one that failed."""
+    return tests[: tests.index(by) + 1] if by in tests else tests
 
 
 def main() -> None:
@@ -294,6 +331,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only modules whose path contains this")
     parser.add_argument("--covered", type=pathlib.Path, default=ROOT / ".covered.json", help="which test executes what")
     parser.add_argument("--again", type=pathlib.Path, help="an output: only its mutants that lived")
+    parser.add_argument("--json", type=pathlib.Path, help="written: which test catches each mutant first")
     parser.add_argument("--budget_s", type=float, default=120, help="seconds of tests for one mutant (default 120)")
     parser.add_argument("--timeout_s", type=float, default=600, help="where a mutant counts as caught (default 600)")
     parser.add_argument("--jobs", type=int, default=2, help="how many are tried at once (default 2)")
@@ -310,7 +348,7 @@ def main() -> None:
         drawn = [mutant for mutant in drawn if str(mutant) in lived]
     for name in IMPORTED:
         importlib.import_module(name)
-    done, alive = multiprocessing.SimpleQueue(), []
+    done, alive, records = multiprocessing.SimpleQueue(), [], []
     rooms: dict[str, collections.Counter[bool]] = collections.defaultdict(collections.Counter)
     with tempfile.TemporaryDirectory() as programs:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = programs  # one for all mutants
@@ -320,10 +358,14 @@ def main() -> None:
         for worker in workers:
             worker.start()
         for i in range(len(drawn)):
-            mutant, caught, line = done.get()
+            mutant, caught, record = done.get()
+            records.append(record)
             rooms[room(mutant.path)][caught] += 1
             alive += [] if caught else [mutant]
-            print(f"{i + 1}/{len(drawn)} {line}", flush=True)
+            how, by = "caught" if caught else "LIVES", record["by"] or len(record["tests"])
+            print(f"{i + 1}/{len(drawn)} {how} {record['seconds']:.0f} s {mutant} {by}", flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"mutants": records, **first_catches(records, covered)}, indent=1))
     share = 1 - len(alive) / max(len(drawn), 1)
     for name, counts in sorted(rooms.items()):
         print(f"{name}: {counts[True]} of {counts.total()}")

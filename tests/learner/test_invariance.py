@@ -252,9 +252,10 @@ def test_a_term_of_the_logits_and_of_a_whole_mini_batch(new_learner, make_recipe
 
 
 def test_the_losses_of_routers_are_in_the_update(new_learner, make_recipe, routed):
-    data, _, of_one = routed
-    params, metrics, _ = of_one(8, True)
-    plain, others, _ = new_learner((1,), make_recipe("gae"), experts=8, replay=True).update(*data, **START)
+    (data, *_), how = routed, dict(experts=8, replay=True)
+    made = make_recipe("grpo", router_aux_loss_coef=0.5, router_z_loss_coef=0.1)  # a critic's would be the same
+    params, metrics, _ = new_learner((1,), made, **how).update(*data, **START)
+    plain, others, _ = new_learner((1,), make_recipe("grpo"), **how).update(*data, **START)
     assert metrics["actor/router_aux_loss"] > 1.8 and metrics["actor/router_z_loss"] > 0.1
     assert metrics["actor/experts_dropped"] == 0 and metrics["actor/expert_load_max"] > 1
     assert {"actor/expert_load_min", "actor/router_entropy"} <= others.keys()
