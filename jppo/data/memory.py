@@ -84,7 +84,7 @@ class Memory:
     def batch(self, text: str, size: int, seeds: Sequence[int]) -> tuple[np.ndarray, str]:
         """Returns the indices of the next `size` prompts, [N] i64, by the memory in `text`, and the memory after them.
 
-        `seeds`, numbers that no other batch of the run has, determine what is random.
+        `seeds`, numbers that no other batch of the run has, begin one generator of random numbers.
         """
         raise NotImplementedError
 

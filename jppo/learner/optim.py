@@ -203,7 +203,7 @@ def stochastic_rounding(inner: Transformation) -> Transformation:
 
 
 def zero_last(still: Params) -> optax.GradientTransformation:
-    """Zeroes the updates of the last `still` rows of each parameter."""
+    """Zeroes the updates of the last `still` rows of each parameter: those that pad the vocabulary stay as they are."""
 
     def zero_rows(u: Any, rows: int) -> Any:
         return jnp.where(jax.lax.broadcasted_iota(jnp.int32, u.shape, 0) < len(u) - rows, u, 0) if rows else u

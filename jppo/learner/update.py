@@ -274,7 +274,10 @@ def make_apply(
 
 
 def abstract_carry(shapes: Params, shardings: Params) -> Carry:
-    """Returns the f32 accumulator as shapes, in the parameters' shards: one for each group of devices along `data`."""
+    """Returns the f32 accumulator as shapes, in the parameters' shards.
+
+    Each group of devices along `data` has its own, so that only a whole mini-batch is summed over them.
+    """
     mesh = jax.tree.leaves(shardings)[0].mesh
     groups = groups_of(mesh)
 

@@ -172,7 +172,10 @@ def engine_bytes(cfg: ModelConfig, dtype: str) -> int:
 
 
 def engine_programs(c: Settings, mesh: Any, policy: Any) -> list[Program]:
-    """Lists the in-process engine's programs, prefill of the largest prompts and decode, with cache and weights."""
+    """Lists the in-process engine's programs, prefill of the largest prompts and decode, with cache and weights.
+
+    The policy is in memory beside them; weights and cache exist for these programs alone.
+    """
     engine = inprocess_settings(c, mesh)
     programs = make_programs(engine, (0,), steps=TURNS)
     model = _weight_shapes(engine, programs, sharding.own_part(mesh), c.model.param_dtype)

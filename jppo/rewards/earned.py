@@ -57,7 +57,7 @@ def read_amounts(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[s
 
 
 def _as_list(amounts: Any) -> list[Any] | None:
-    """Returns the amounts as a list; None for a number, which is a part of the score with such a name."""
+    """Returns the amounts as a list; None for a number or a text: a function may name an ordinary part so."""
     try:
         return None if isinstance(amounts, str) else list(amounts)
     except TypeError:

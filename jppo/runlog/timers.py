@@ -59,7 +59,10 @@ class Timers:
 
     @contextlib.contextmanager
     def __call__(self, stage: str, **attributes: Any) -> Iterator[None]:
-        """Runs the block as a stage and adds its time, also if it raises; `attributes` are those of its span."""
+        """Runs the block as a stage and adds its time, also if it raises; `attributes` are those of its span.
+
+        The attribute `number`, the step's, also begins what the console says of the running stage.
+        """
         if stage not in STAGES:
             raise ValueError(f"stage {stage!r} is not one of {', '.join(STAGES)}")
         start = self._since = time.perf_counter()

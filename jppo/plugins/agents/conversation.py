@@ -227,7 +227,7 @@ class _State:
         return self.branches[-1]
 
     async def open(self, begin: Begin | None) -> str:
-        """Creates the partner; returns its first message, if any."""
+        """Creates the partner by `begin`, if there is one; returns its first message, or ''."""
         opening = ""
         if begin is not None:
             try:

@@ -79,11 +79,11 @@ class Sglang:
         finish, matched = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
         # an answer that was aborted before it began has none
         entries = meta.get("output_token_logprobs", []) if finish == "abort" else meta["output_token_logprobs"]
-        tokens, logprob = [entry[1] for entry in entries], [entry[0] for entry in entries]
+        tokens, logprob = [token for _, token, *_ in entries], [logprob for logprob, *_ in entries]
         version = [replies.text(meta["weight_version"], "weight_version")] * len(tokens) if tokens else []
         if finish == "stop" and tokens:
             self._require_end(matched, tokens, sampling)
-        part = replies.completion(
+        completion = replies.completion(
             tokens,
             logprob,
             version,
@@ -93,9 +93,9 @@ class Sglang:
             vocab_size=self.vocab_size,
         )
         text = replies.text(reply.get("text", ""), "text")
-        if part.finish == "length" and any(stop in text for stop in sampling.stop):
-            return dataclasses.replace(part, finish="stop")  # SGLang checks the length first
-        return part
+        if completion.finish == "length" and any(stop in text for stop in sampling.stop):
+            return dataclasses.replace(completion, finish="stop")  # SGLang checks the length first
+        return completion
 
     def inspect(self, endpoint: Endpoint) -> ServerFacts:
         """Returns what the server reports; UserError unless it supports seeds."""

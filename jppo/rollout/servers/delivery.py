@@ -116,7 +116,10 @@ class ServedWeights:
         return self._deliveries[-1].model if self._deliveries else None
 
     def require(self, versions: Sequence[str], oldest: int | None, url: str) -> None:
-        """Raises ServerFault if the server at `url` sampled by other weights than those since the `oldest`."""
+        """Raises ServerFault unless the weights that sampled an answer are this run's, published since the `oldest`.
+
+        `versions` are those of the answer's tokens; `oldest` None stands for the run's first.
+        """
         known_versions = {str(v) for v in range(oldest or 0, (self.version or 0) + 1)}
         if unknown_versions := sorted(set(versions) - known_versions):
             raise ServerFault(

@@ -148,6 +148,7 @@ class Server:
             _kill_group(process)
 
     def _kill(self) -> None:
+        """Ends the process and its children at once, for a restart."""
         process, self._process = self._process, None
         if process is not None:
             atexit.unregister(self.stop)

@@ -276,13 +276,13 @@ class Copy:
         self, entries: Sequence[TensorEntry], tensors: Sequence[np.ndarray]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the integers of stored and new tensors; all of them differ where another tensor was stored."""
-        self.digest = ""
+        self.digest = ""  # until all tensors of the publish are stored, the copy is that of none
         pairs = []
         for entry, tensor in zip(entries, tensors, strict=True):
             new = np.asarray(tensor, order="C").reshape(-1).view(_WORDS[entry.dtype])
             old = self._stored_words.get(entry.name)
             if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
-                old = self._stored_words[entry.name] = ~new
+                old = self._stored_words[entry.name] = ~new  # differs in every element
             pairs.append((old, new))
         return pairs
 

@@ -215,7 +215,10 @@ class Episode:
         )
 
     def _program_reward(self, ended: ProgramEnd, reported: dict[str, Any]) -> tuple[float, str | None]:
-        """Returns what the program earned by its end, and why the sample is left out."""
+        """Returns what the program earned by its end, and why the sample is left out, or None.
+
+        By `rollout.agent_reward`: exit code 0 earns 1, the last line reports the reward, or a grader gives it later.
+        """
         source, code = self._rules.reward, ended.code
         if code is None:
             return 0.0, f"the agent took longer than rollout.agent_timeout_s={self._rules.timeout_s:g}"
