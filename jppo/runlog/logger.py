@@ -32,14 +32,8 @@ DEFAULT = ("console", "jsonl", "tensorboard")
 REMOTE = {"wandb": "Wandb", "mlflow": "MLflow", "swanlab": "Swanlab", "clearml": "ClearML", "trackio": "Trackio"}
 # The fate of records that a logger could not take: they wait in memory, with these exceptions.
 LATER = "records wait in memory"
-LOST = {
-    "samples": "that file is skipped",
-    "bad_steps": "that file is skipped",
-    "wandb": "it is skipped",
-    "swanlab": "it is skipped",
-    "clearml": "it is skipped",
-    "trackio": "it is skipped",
-}
+LOST = dict.fromkeys(("samples", "bad_steps"), "that file is skipped")
+LOST |= dict.fromkeys(("wandb", "swanlab", "clearml", "trackio"), "it is skipped")
 
 
 def find_remote(name: str) -> Any:
