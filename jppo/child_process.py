@@ -33,6 +33,17 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
 
 
+def unwind_on_signals() -> None:
+    """Makes SIGTERM and SIGHUP raise SystemExit, so that `with` blocks end the processes that they have started."""
+
+    def raise_exit(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, raise_exit)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
+        signal.signal(signal.SIGHUP, raise_exit)
+
+
 LENGTH = struct.Struct(">Q")  # the head of a message between two processes
 KILL_S = 5.0  # for killed processes to end
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
