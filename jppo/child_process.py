@@ -35,6 +35,17 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
 
 
+def unwind_on_signals() -> None:
+    """Makes SIGTERM and SIGHUP raise SystemExit, so that `with` blocks end the processes that they have started."""
+
+    def raise_exit(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, raise_exit)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
+        signal.signal(signal.SIGHUP, raise_exit)
+
+
 LENGTH = struct.Struct(">Q")  # the head of a message between two processes
 KILL_S = 5.0  # for killed processes to end
 _TICK_S = 0.05  # how often a process without an answer is looked at

@@ -11,7 +11,6 @@ and stops.
 import contextlib
 import json
 import math
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -21,16 +20,15 @@ import rich.box
 import rich.console
 import rich.table
 
-from jppo import process, settings, statistics
+from jppo import child_process, settings, statistics
 from jppo.errors import UserError, expanded, one_line
-from jppo.learner import sharding
-from jppo.learner.make import make_mesh
 from jppo.rewards.make import make_reward_sum
 from jppo.rollout.make import open_engine, share_gpu, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_checkpoint
 from jppo.run import validation
 from jppo.run.inputs import Inputs, engine_arguments, read_test
+from jppo.run.make import open_mesh
 from jppo.run.validation import TestResult
 from jppo.runlog import durable_files
 from jppo.runlog.console import Display
@@ -74,8 +72,7 @@ def _evaluate(c: Settings, console: rich.console.Console) -> bool:
         stack.enter_context(own(out, "--out"))
         if inputs.agent is not None:
             stack.callback(inputs.agent.close)
-        mesh = make_mesh(c)
-        process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
+        mesh = open_mesh(c)
         c = with_servers(c, mesh)
         reward_sum = make_reward_sum(c, mesh, **inputs.reward_arguments())
         stack.callback(reward_sum.close)
@@ -200,10 +197,6 @@ def read_settings(argv: list[str]) -> tuple[Settings, bool]:
     return settings.typed(config, Settings, training=False), switches["dry_run"]
 
 
-def _terminate(number: int, _: Any) -> None:
-    raise SystemExit(128 + number)  # unwinds, so that servers stop
-
-
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Tests a model, prints the scores and writes samples and a summary."""
@@ -211,9 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     if only_print:
         print(settings.dump(c), end="")
         return
-    signal.signal(signal.SIGTERM, _terminate)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
-        signal.signal(signal.SIGHUP, _terminate)
+    child_process.unwind_on_signals()
     console = rich.console.Console()
     console = console if console.is_terminal else rich.console.Console(width=160)
     try:

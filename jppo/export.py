@@ -71,17 +71,7 @@ def write_card(out: pathlib.Path, policy: TrainedPolicy, run: pathlib.Path | Non
         notes.append("scores: the checkpoint is not in a run folder")
     rows = [] if run is None else read_jsonl(run / FILE, notes, "no scores")
     lines = [m for m in rows if isinstance(m.get("step"), int) and (policy.step is None or m["step"] <= policy.step)]
-    text = card(
-        name=name,
-        kind=policy.kind,
-        dtype=policy.dtype,
-        step=policy.step,
-        settings=policy.settings,
-        versions=policy.versions,
-        lines=lines,
-        exported_by=__version__,
-    )
-    (out / "README.md").write_text(text, encoding="utf-8")
+    (out / "README.md").write_text(card(policy, lines, name=name), encoding="utf-8")
     return notes
 
 
@@ -203,32 +193,25 @@ OFF: tuple[Any, ...] = (None, "", False, [], ())
 Lines = Sequence[Mapping[str, Any]]
 
 
-def card(
-    *,
-    name: str,
-    kind: str,
-    dtype: str,
-    step: int | None,
-    settings: Mapping[str, Any],
-    versions: Mapping[str, str],
-    lines: Lines,
-    exported_by: str,
-) -> str:
-    """Returns a model card in Markdown; `kind` is 'model' or 'adapter', `lines` are of metrics.jsonl up to the step."""
+def card(policy: TrainedPolicy, lines: Lines, *, name: str) -> str:
+    """Returns a model card in Markdown; `lines` are of metrics.jsonl up to the policy's step."""
+    settings = policy.settings
     by_ppo = not any(setting.startswith("optim.") for setting in settings)
-    by_dpo = "dpo.beta" in settings
-    method, tag = (
-        ("PPO", "reinforcement-learning") if by_ppo else ("DPO", "dpo") if by_dpo else ("supervised fine-tuning", "sft")
-    )
+    method, tag = "supervised fine-tuning", "sft"
+    if by_ppo:
+        method, tag = "PPO", "reinforcement-learning"
+    elif "dpo.beta" in settings:
+        method, tag = "DPO", "dpo"
     base = str(settings.get("model.path", ""))
-    contents = "LoRA adapters, to be loaded with their base" if kind == "adapter" else f"weights in {dtype}"
-    last_step = step if step is not None else lines[-1]["step"] if lines else None
+    is_adapter = policy.kind == "adapter"
+    contents = "LoRA adapters, to be loaded with their base" if is_adapter else f"Weights in {policy.dtype}"
+    last_step = policy.step if policy.step is not None else lines[-1]["step"] if lines else None
     step_text = "" if last_step is None else f" after step {last_step}"
     parts = [
-        _front_matter(base, kind, tag),
+        _front_matter(base, tag, is_adapter=is_adapter),
         f"# {name}",
-        f"{contents[0].upper()}{contents[1:]}, trained by {method} with jppo{step_text}.",
-        _facts(base, settings, versions, exported_by),
+        f"{contents}, trained by {method} with jppo{step_text}.",
+        _facts(base, policy),
     ]
     if scores := _score_table(lines):
         parts += ["## Scores", scores]
@@ -237,12 +220,12 @@ def card(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _front_matter(base: str, kind: str, tag: str) -> str:
+def _front_matter(base: str, tag: str, *, is_adapter: bool) -> str:
     """Returns the card's first lines, the metadata that the hub reads."""
     hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base) and not pathlib.Path(base).is_dir()
     lines = [
         "---",
-        f"library_name: {'peft' if kind == 'adapter' else 'transformers'}",
+        f"library_name: {'peft' if is_adapter else 'transformers'}",
         "pipeline_tag: text-generation",
         *([f"base_model: {base}"] if hub_name else []),
         f"tags: [jppo, {tag}]",
@@ -251,15 +234,17 @@ def _front_matter(base: str, kind: str, tag: str) -> str:
     return "\n".join(lines)
 
 
-def _facts(base: str, settings: Mapping[str, Any], versions: Mapping[str, str], exported_by: str) -> str:
+def _facts(base: str, policy: TrainedPolicy) -> str:
     """Returns base model, data and versions as a Markdown list."""
-    files = {about: _public_names(str(settings.get(f"data.{key}") or "")) for about, key in _DATA.items()}
-    trained_by = ", ".join(f"{package} {version}" for package, version in versions.items())
-    facts = {"base model": _public(base)} | files | {"trained by": trained_by, "exported by": f"jppo {exported_by}"}
+    train_files, val_files = (policy.settings.get(f"data.{name}") or "" for name in ("train_files", "val_files"))
+    facts = {
+        "base model": _public(base),
+        "training data": _public_names(train_files),
+        "test data": _public_names(val_files),
+        "trained by": ", ".join(f"{package} {version}" for package, version in policy.versions.items()),
+        "exported by": f"jppo {__version__}",
+    }
     return "\n".join(f"- {about}: {_escape_markdown(value)}" for about, value in facts.items() if value)
-
-
-_DATA = {"training data": "train_files", "test data": "val_files"}
 
 
 def _public_names(names: str) -> str:

@@ -93,8 +93,8 @@ def search(
     fastest = min(tried.values(), key=lambda candidate: candidate.rank[1:])
     if not fastest.fits and fastest.outlook is not None:
         repair(fastest.changes, offload=False)
-    for group in (_other_remats, _other_tokens, _other_packings):
-        for change in group(settings.changed(c, best().changes), machine):
+    for others in (other_remats, other_tokens, other_packings):
+        for change in others(settings.changed(c, best().changes)):
             attempt(best().changes | change)
     if not best().fits:
         repair(best().changes, offload=True)
@@ -141,21 +141,18 @@ def _mesh_of(c: Settings, devices: int) -> dict[str, int]:
     return {name: devices // product if size == -1 else size for name, size in sizes.items()}
 
 
-def _other_remats(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yields the other values of model.remat to try."""
-    yield from ({"model.remat": remat} for remat in memory_budget.REMATS if remat != c.model.remat)
+def other_remats(c: Settings) -> list[dict[str, Any]]:
+    return [{"model.remat": remat} for remat in memory_budget.REMATS if remat != c.model.remat]
 
 
-def _other_tokens(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yields other micro-batch sizes to try: twice and half the tokens per device, if a row fits."""
-    longest = c.data.max_prompt_length + c.data.max_response_length
-    for tokens in (c.actor.max_tokens_per_device * 2, c.actor.max_tokens_per_device // 2):
-        if tokens >= longest:
-            yield {"actor.max_tokens_per_device": tokens}
+def other_tokens(c: Settings) -> list[dict[str, Any]]:
+    """Returns other micro-batch sizes to try: twice and half the tokens per device, if a row fits."""
+    tokens = c.actor.max_tokens_per_device
+    return [{"actor.max_tokens_per_device": n} for n in (tokens * 2, tokens // 2) if n >= c.data.longest_row]
 
 
-def _other_packings(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
-    yield from ({"data.packing": packing} for packing in PACKING if packing != c.data.packing)
+def other_packings(c: Settings) -> list[dict[str, Any]]:
+    return [{"data.packing": packing} for packing in PACKING if packing != c.data.packing]
 
 
 def candidate_line(candidate: Candidate) -> str:
@@ -168,7 +165,6 @@ def candidate_line(candidate: Candidate) -> str:
 
 
 def candidate_dict(candidate: Candidate) -> dict[str, Any]:
-    """Returns a candidate as JSON types."""
     report = report_dict(candidate.estimate, candidate.outlook) if candidate.estimate is not None else {}
     return dict(changes=candidate.changes, fits=candidate.fits, reason=candidate.reason, **report)
 

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jppo import child_process, settings
 from jppo.errors import UserError
@@ -113,18 +113,12 @@ def _remove_address(file: pathlib.Path, address: str) -> None:
 
 def _change_lines(file: pathlib.Path, change: Callable[[list[str]], list[str]]) -> None:
     """Rewrites the lines of a file under a lock that other servers take, too."""
-    with _hold_lock(file.with_name(f".{file.name}.lock")):
+    with file.with_name(f".{file.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         old_lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         new_lines = change(old_lines)
         if new_lines != old_lines:
             durable_files.write_text(file, "".join(f"{line}\n" for line in new_lines))
-
-
-@contextlib.contextmanager
-def _hold_lock(path: pathlib.Path) -> Iterator[None]:
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jppo import settings
+from jppo import child_process, settings
 from jppo.errors import UserError, escaped, expanded
 from jppo.plugins.report import write_report
 from jppo.rollout.servers.launch import die_with_parent
@@ -57,12 +57,6 @@ def open_states(out: pathlib.Path, runs: Mapping[str, tuple[str, ...]], *, resum
     with own(out, "--out"):
         saved = _read_states(out)
         yield {name: _restarted(saved.get(name, State()), out / name, arguments) for name, arguments in runs.items()}
-
-
-def write_states(out: pathlib.Path, states: Mapping[str, State]) -> None:
-    """Writes the states of all runs to the folder."""
-    runs = {name: dataclasses.asdict(state) for name, state in states.items()}
-    durable_files.write_text(out / FILE, json.dumps({"runs": runs}, indent=1) + "\n")
 
 
 def _restarted(state: State, folder: pathlib.Path, arguments: tuple[str, ...]) -> State:
@@ -109,13 +103,6 @@ def make_row(
     step = lines[-1]["step"] if lines else None
     last = points[-1][0] if points else None
     return SweepRow(folder.name, dict(settings), status, step, last, best, best_step, seconds)
-
-
-def metric_names(folders: Sequence[pathlib.Path]) -> list[str]:
-    """Returns the names of all metrics that any of the runs has."""
-    return sorted(
-        {name for folder in folders for line in read_metrics(folder) for name in line} - {"step", "nonfinite"}
-    )
 
 
 def rank_rows(rows: Sequence[SweepRow]) -> list[SweepRow]:
@@ -180,12 +167,17 @@ def sweep(
         label_of = {run.name: f"[{i}/{len(runs)}] {run.name}" for i, run in enumerate(runs, 1)}
         print_line(f"{len(runs)} runs in {out}, {len(runs) - len(unfinished)} finished already; {jobs} at a time")
 
+        def row_of(run: PlannedRun) -> SweepRow:
+            state, differs = states[run.name], {name: run.values.get(name) for name in names}
+            return make_row(run.folder, metric, settings=differs, status=state.status, seconds=state.seconds)
+
         def ranked_rows() -> list[SweepRow]:
-            return rank_rows([row_of_run(run, states[run.name], names, metric) for run in runs])
+            return rank_rows(list(map(row_of, runs)))
 
         def save_state(run: PlannedRun, state: State) -> None:
             states[run.name] = state
-            write_states(out, states)
+            content = {"runs": {name: dataclasses.asdict(state) for name, state in states.items()}}
+            durable_files.write_text(out / FILE, json.dumps(content, indent=1) + "\n")
             write_table(out, ranked_rows(), metric)
 
         def on_start(run: PlannedRun) -> None:
@@ -205,16 +197,10 @@ def sweep(
     if run_folders := [run.folder for run in runs if (run.folder / METRICS).is_file()]:
         print_line(f"report            {write_report(run_folders, out / 'report.html')}")
     if all(row.last is None for row in table_rows):
-        metrics = metric_names([run.folder for run in runs])
-        hint = f"--metric takes one of {', '.join(metrics)}" if metrics else "there are no metrics yet"
+        metrics = {name for run in runs for line in read_metrics(run.folder) for name in line} - {"step", "nonfinite"}
+        hint = f"--metric takes one of {', '.join(sorted(metrics))}" if metrics else "there are no metrics yet"
         print_line(f"no run has the metric {metric!r}; {hint}")
     return all(states[run.name].status == "finished" for run in runs)
-
-
-def row_of_run(run: PlannedRun, state: State, names: Sequence[str], metric: str) -> SweepRow:
-    """Returns the table's row of a run; `names` are the settings in which the runs differ."""
-    differs = {name: run.values.get(name) for name in names}
-    return make_row(run.folder, metric, settings=differs, status=state.status, seconds=state.seconds)
 
 
 def run_all(
@@ -287,10 +273,6 @@ def print_line(text: str) -> None:
     print(escaped(text), flush=True)
 
 
-def _terminate(number: int, _: Any) -> None:
-    raise SystemExit(128 + number)  # unwinds, so that the runs are ended
-
-
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs all trainings of a sweep, or prints their commands."""
@@ -310,9 +292,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.print:
         print_line("\n".join(shlex.join(train_command(run)) for run in runs))
         return
-    signal.signal(signal.SIGTERM, _terminate)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
-        signal.signal(signal.SIGHUP, _terminate)
+    child_process.unwind_on_signals()
     try:
         all_finished = sweep(runs, out, train_command, jobs=args.jobs, resume=args.resume, metric=args.metric)
     except KeyboardInterrupt:

@@ -21,20 +21,12 @@ from jppo.learner.state import next_step
 from jppo.learner.stats import join_stages
 from jppo.learner.utilisation import utilisation
 from jppo.preflight.request import DryRun
-from jppo.run import loop, resume
+from jppo.run import loop, resume, sample_log
 from jppo.run.agreement import Mismatch, require_published
 from jppo.run.command import run_training
 from jppo.run.host_functions import call_host_functions, columns_of
 from jppo.run.loop import Diverged, Progress
 from jppo.run.out_of_memory import memory_explained
-from jppo.run.sample_log import (
-    conversation_metrics,
-    kept_token_metrics,
-    record_tokens,
-    sample_metrics,
-    sample_rows,
-    source_means,
-)
 from jppo.run.start import Run, join_hosts, open_run
 from jppo.run.trained_model import export_policy, write_model
 from jppo.run.validation import validate
@@ -75,7 +67,7 @@ def ppo_step(run: Run, now: TrainState) -> Step:
     data, server_metrics = add_served_reference(run, data, episodes)
     with timer("adv"):  # r = s - β KL, A, R
         data, advantage_metrics = ppo.with_advantages(learner.passes, data, now.kl_coef, learner.mesh, now.value_norm)
-    record_tokens(run, version + 1, data, samples.trajectories, now.value_norm)
+    sample_log.record_tokens(run, version + 1, data, samples.trajectories, now.value_norm)
     run.match.require(advantage_metrics, data, micros, episodes.trajectories)  # the engine sampled from the policy
     so_far = join_stages(episode_metrics, advantage_metrics, server_metrics)
     # Before `now` changes: an error of a user's function leaves the state as it was.
@@ -113,16 +105,16 @@ def gather_episodes(
     unmarked = make_episodes(samples.prompts, samples.trajectories, rewards, baseline, compares=compares)
     marked, stale = mark_stale(run.c, samples, version, unmarked.rewards)
     episodes = dataclasses.replace(unmarked, rewards=marked)
-    run.logger.samples(f"step_{version + 1}", sample_rows(episodes.prompts, episodes.trajectories, marked))
+    run.logger.samples(f"step_{version + 1}", sample_log.sample_rows(episodes.prompts, episodes.trajectories, marked))
     require_graded(marked)
     scored = mark_given_unusable(samples.trajectories, rewards)
     metrics = join_stages(
         stale,
         samples.metrics,
-        sample_metrics(samples.trajectories, rewards, baseline),
-        kept_token_metrics(samples.trajectories),
-        source_means(scored, episodes.sources),
-        conversation_metrics(samples.trajectories),
+        sample_log.sample_metrics(samples.trajectories, rewards, baseline),
+        sample_log.kept_token_metrics(samples.trajectories),
+        sample_log.source_means(scored, episodes.sources),
+        sample_log.conversation_metrics(samples.trajectories),
         run.hosts.summed(join_stages(run.reward_sum.metrics(), run.sampler.metrics())),
     )
     return with_branches(episodes, run.reward_sum.earned), metrics

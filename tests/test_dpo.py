@@ -21,6 +21,7 @@ from jppo.learner import batch, sharding
 from jppo.learner.make import load_trained, make_trainable
 from jppo.plugins.report import page
 from jppo.run import pairs, supervised
+from jppo.run.trained_model import TrainedPolicy
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
 from tests.make import typed
@@ -188,8 +189,8 @@ def test_a_loss_is_given_the_initial_log_probs_and_the_lengths_of_the_responses(
 
 def test_card_and_report_know_a_run_of_dpo(config):
     config.dpo.beta = 0.5
-    how = dict(name="x", kind="model", dtype="float32", step=30, versions={}, lines=[], exported_by="0")
-    text = card(settings=settings.by_name(config), **how)
+    policy = TrainedPolicy("model", 30, "float32", settings.by_name(config), versions={}, write=print)
+    text = card(policy, [], name="x")
     assert "trained by DPO with jppo after step 30" in text and "| `dpo.beta` | 0.5 |" in text
     found = {row["name"]: row for row in page.setting_rows([settings.as_dict(config)])}
     assert found["dpo.beta"] == {"name": "dpo.beta", "default": "0.1", "values": ["0.5"], "differs": True}

@@ -139,7 +139,7 @@ def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, 
 
 def test_every_other_way_to_recompute_is_tried(config):
     config.model.remat = "dots"
-    assert [changes["model.remat"] for changes in plan._other_remats(typed(config), None)] == [
+    assert [changes["model.remat"] for changes in plan.other_remats(typed(config))] == [
         "none",
         "attention",
         "full",

@@ -12,8 +12,6 @@ from jax.sharding import Mesh
 
 from jppo import process, settings
 from jppo.errors import expanded
-from jppo.learner import sharding
-from jppo.learner.make import make_mesh
 from jppo.learner.ppo import StepLearner
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview
 from jppo.preflight.finding import Check, Finding, examine
@@ -23,7 +21,7 @@ from jppo.rollout.make import make_publish_settings, open_engine, published_dtyp
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run import agreement
 from jppo.run.inputs import Inputs, engine_arguments, read_inputs, require_reward
-from jppo.run.make import list_run_programs, make_learner, run_programs
+from jppo.run.make import list_run_programs, make_learner, open_mesh, run_programs
 from jppo.run.supervised import Task
 from jppo.settings import Settings, Supervised, Training
 from jppo.settings.rules_rollout import publish_via
@@ -43,18 +41,15 @@ class RunInputs:
 
     @functools.cached_property
     def inputs(self) -> Inputs:
-        """Models and data."""
         return read_inputs(self.c)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The run's mesh of this machine's devices; prepares the process for it."""
-        c, mesh = self.c, make_mesh(self.c)
-        process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
-        return mesh
+        return open_mesh(self.c)
 
     @functools.cached_property
-    def estimate(self) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
+    def estimate(self) -> preview.Sizes:
         """The report's lines, the memory estimate, and the budget of each memory."""
         return preview.size_up(self.c, self.inputs, self.mesh)
 
@@ -177,9 +172,7 @@ def checks(run: RunInputs, stack: contextlib.ExitStack, *, ask: bool) -> list[Ch
             return models_and_data.check_scorers(c)
         return models_and_data.check_reward(logging, run.inputs, run.mesh)
 
-    def check_teacher() -> Iterator[Finding]:
-        return models_and_data.check_reference_server(c, run.inputs)
-
+    teacher = Check("teacher", lambda: models_and_data.check_reference_server(c, run.inputs), needs=("data",))
     has_servers = c.rollout.name != "inprocess"  # by a server with a port
     by_file = has_servers and publish_via(c.rollout) == "file"
     return [
@@ -190,7 +183,7 @@ def checks(run: RunInputs, stack: contextlib.ExitStack, *, ask: bool) -> list[Ch
         Check("sampling", lambda: models_and_data.check_sampling(c)),
         Check("data", lambda: models_and_data.check_data(c, run.inputs), needs=("tokenizer",), limit_s=READ_S),
         Check("reward", check_reward, needs=("data",), limit_s=READ_S),
-        *([Check("teacher", check_teacher, needs=("data",))] if ask and c.ref.url else []),
+        *([teacher] if ask and c.ref.url else []),
         Check("memory", lambda: machine.check_memory(run.estimate[2]), needs=("data",), limit_s=COMPILE_S),
         *([Check("publish room", check_publish_room, needs=("data",))] if by_file else []),
         Check("disk", check_disk, needs=("data",)),

@@ -341,7 +341,6 @@ def check_clock(now: float, *, newest: float) -> Iterator[Finding]:
 
 
 def package_time() -> float:
-    """Returns the newest modification time of the package's files."""
     folder = pathlib.Path(jppo.__file__).parent
     return max(file.stat().st_mtime for file in folder.rglob("*.py"))
 

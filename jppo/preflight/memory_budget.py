@@ -300,7 +300,7 @@ def as_arguments(changes: dict[str, Any]) -> str:
 
 def first_candidate(c: Settings) -> Settings:
     """Returns the config of the first candidate, for programs without gradients."""
-    return settings.changed(c, next(candidates(c))) if c.memory_chooses else c
+    return settings.changed(c, next(candidates(c)))
 
 
 def first_fitting(c: Settings, fits: Callable[[Settings], bool]) -> dict[str, Any]:
@@ -327,8 +327,6 @@ def settle(
 
     The choice and the conditions that it depends on are recorded in the run folder, `auto.json`.
     """
-    if not c.memory_chooses:
-        return c, ""
     device = mesh.devices.flat[0].device_kind
     conditions: dict[str, Any] = {
         "asked": {name: settings.value_of(c, name) for name in CHOSEN},

@@ -16,21 +16,9 @@ from jppo.errors import UserError, escaped
 from jppo.forecast.machines import Machine
 from jppo.learner import packing
 from jppo.learner.make import sketch_trained
-from jppo.preflight import memory, memory_budget
-from jppo.preflight.programs import (
-    Estimate,
-    Executions,
-    Outlook,
-    Work,
-    count_descents,
-    exchange_lines,
-    full_length,
-    global_size,
-    make_outlook,
-    program_lines,
-    report_dict,
-    step_lines,
-)
+from jppo.preflight import memory, memory_budget, programs
+from jppo.preflight.memory_budget import MemoryBudget
+from jppo.preflight.programs import Estimate, Executions, Outlook, Work
 from jppo.preflight.request import HERE, DryRun
 from jppo.preflight.servers import server_work
 from jppo.rollout.make import describe_servers, published_dtype, share_gpu, with_servers
@@ -40,25 +28,29 @@ from jppo.run.make import make_epochs, plan_of_run
 from jppo.settings import Settings, Training
 
 C = TypeVar("C", bound=Training)
+Sizes = tuple[list[str], Estimate, list[MemoryBudget]]  # of a run, as lines of the report, and against this machine
 
 
 def work_of_step(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     """Returns the work of a PPO step with all responses at full length: packed rows, updates, sampled tokens."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), c.sequences_of_step
-    samples = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
+    samples = programs.full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
     models = dict(zip(("actor", "critic"), make_epochs(c), strict=True))
     if inputs.critic is None:
         del models["critic"]
     scoring_shapes = packing.micro_batch_shapes(samples, plan)
     published = memory.engine_bytes(inputs.policy, published_dtype(c))
     if inputs.adapters is not None and c.rollout.lora_sync == "adapter":
-        published = global_size(sketch_trained(c, mesh, inputs.policy, head="lm", adapters=inputs.adapters).learned)
+        sketch = sketch_trained(c, mesh, inputs.policy, head="lm", adapters=inputs.adapters)
+        published = programs.global_size(sketch.learned)
+    updates = {
+        name: programs.count_descents(samples, plan, epochs=model.count, size=model.mini_batch_size)
+        for name, model in models.items()
+    }
     return Work(
         scoring=len(scoring_shapes),
         entries=sum(map(math.prod, scoring_shapes)),
-        updates={
-            name: count_descents(samples, plan, epochs=e.count, size=e.mini_batch_size) for name, e in models.items()
-        },
+        updates=updates,
         sampled=per_step * c.data.max_response_length,
         servers=server_work(c, mesh, published, memory.engine_bytes(inputs.policy, c.rollout.dtype)),
     )
@@ -97,23 +89,17 @@ def describe_shapes(plan: packing.Plan) -> str:
     return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{shared if plan.share_rows else ''}"
 
 
-def look_up_sizes(
-    c: Settings, inputs: Inputs, mesh: Any
-) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
+def look_up_sizes(c: Settings, inputs: Inputs, mesh: Any) -> Sizes:
     """Returns the sizes of a PPO run on this machine as lines, its estimate and the budgets of its memory."""
     lines, _, estimate = derive_sizes(c, inputs, mesh)
     host = memory_budget.host_parts(c, inputs, mesh)
     return lines, estimate, memory_budget.machine_budgets(estimate, mesh, host=host)
 
 
-def _estimate_run(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
-    return memory.estimate_memory(c, inputs, mesh, entries=work_of_step(c, inputs, mesh).entries)
-
-
 def fits(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> bool:
     """Whether a PPO run fits this machine, or a described one."""
     if machine is not None:
-        return memory_budget.estimate_fits(c, machine, _estimate_run(c, inputs, mesh))
+        return memory_budget.estimate_fits(c, machine, derive_sizes(c, inputs, mesh)[2])
     return has_verdicts(look_up_sizes(c, inputs, mesh), "OK", "WARN")
 
 
@@ -130,32 +116,26 @@ def resolve_auto(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None
 def format_report(
     lines: Sequence[str],
     estimate: Estimate,
-    budgets: Sequence[memory_budget.MemoryBudget],
+    budgets: Sequence[MemoryBudget],
     outlook: Outlook | None = None,
 ) -> str:
     """Formats the report: sizes, programs, exchanges, memory, and the forecast of a step."""
-    blocks = [
-        list(lines),
-        program_lines(estimate, outlook),
-        exchange_lines(estimate),
-        *map(memory_budget.budget_lines, budgets),
-    ]
-    blocks += [step_lines(outlook)] if outlook is not None else []
+    blocks = [[*lines], programs.program_lines(estimate, outlook), programs.exchange_lines(estimate)]
+    blocks += map(memory_budget.budget_lines, budgets)
+    blocks += [programs.step_lines(outlook)] if outlook is not None else []
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
-def size_up(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
+def size_up(c: Settings, inputs: Inputs, mesh: Any) -> Sizes:
     """Returns a PPO run's sizes as lines, its memory and this machine's budgets, after resolving `auto` settings."""
     c, choice = resolve_auto(c, inputs, mesh)
     lines, estimate, budgets = look_up_sizes(c, inputs, mesh)
     return [*lines, *choice], estimate, budgets
 
 
-def report_here(
-    request: DryRun, lines: Sequence[str], estimate: Estimate, budgets: Sequence[memory_budget.MemoryBudget]
-) -> str:
+def report_here(request: DryRun, lines: Sequence[str], estimate: Estimate, budgets: Sequence[MemoryBudget]) -> str:
     """Formats the report for this machine; writes the file of --json."""
-    request.write(report_dict(estimate, None))
+    request.write(programs.report_dict(estimate, None))
     return format_report(lines, estimate, budgets)
 
 
@@ -169,9 +149,12 @@ def preview_run(c: Settings, request: DryRun = HERE) -> str:
         return report_here(request, *size_up(c, inputs, mesh))
     c, choice = resolve_auto(c, inputs, mesh, request.machine)
     lines, step, estimate = derive_sizes(c, inputs, mesh)
-    lines += choice
-    estimate_other = functools.partial(_estimate_run, inputs=inputs, mesh=mesh)
-    return report_estimate(c, request, mesh, lines, estimate, step.executions(estimate), estimate_other)
+
+    def estimate_other(other: Settings) -> Estimate:
+        return derive_sizes(other, inputs, mesh)[2]
+
+    executions = step.executions(estimate)
+    return report_estimate(c, request, mesh, [*lines, *choice], estimate, executions, estimate_other)
 
 
 def report_estimate(
@@ -190,14 +173,10 @@ def report_estimate(
     machine = request.machine
     if machine is None:
         return report_here(request, lines, estimated, memory_budget.machine_budgets(estimated, mesh, host={}))
-    outlook = make_outlook(estimated, machine, mesh, executions, request.rollout_tokens_per_s)
-    request.write(report_dict(estimated, outlook))
-    text = format_report(
-        [f"machine          {machine}", *lines],
-        estimated,
-        memory_budget.described_budgets(c, machine, estimated),
-        outlook,
-    )
+    outlook = programs.make_outlook(estimated, machine, mesh, executions, request.rollout_tokens_per_s)
+    request.write(programs.report_dict(estimated, outlook))
+    budgets = memory_budget.described_budgets(c, machine, estimated)
+    text = format_report([f"machine          {machine}", *lines], estimated, budgets, outlook)
     if not memory_budget.estimate_fits(c, machine, estimated):
         print(escaped(text), end="", flush=True)
         memory_budget.require_room(c, machine, estimated, estimate)
@@ -213,7 +192,7 @@ def describe_sampling(c: Settings) -> str:
     return f"{cuts}; a response ends with {' or '.join([*ends, f'{c.data.max_response_length:,} tokens'])}"
 
 
-def has_verdicts(sizes: tuple[list[str], Estimate, list[memory_budget.MemoryBudget]], *verdicts: str) -> bool:
+def has_verdicts(sizes: Sizes, *verdicts: str) -> bool:
     """Whether all programs compile, and all budgets of `look_up_sizes` have one of these verdicts."""
     _, estimate, budgets = sizes
     return not estimate.refused and all(budget.verdict in verdicts for budget in budgets)

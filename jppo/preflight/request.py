@@ -6,10 +6,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jppo import process
 from jppo.errors import UserError
-from jppo.learner import sharding
-from jppo.learner.make import make_mesh
+from jppo.run.make import open_mesh
 from jppo.settings import Training
 
 if TYPE_CHECKING:
@@ -25,15 +23,13 @@ class DryRun:
     rollout_tokens_per_s: float = 0.0
 
     def mesh(self, c: Training) -> Any:
-        """Makes the config's mesh of the devices."""
+        """Makes the config's mesh of the devices, and prepares the process for them."""
         devices = None
         if self.machine is not None:
             from jppo.forecast import compilers
 
             devices = compilers.devices_of(self.machine)
-        mesh = make_mesh(c, devices)
-        process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
-        return mesh
+        return open_mesh(c, devices)
 
     def write(self, report: dict[str, Any]) -> None:
         """Writes the JSON file, if one is requested."""

@@ -61,12 +61,10 @@ class LogpGap:
 
     @property
     def mean(self) -> float:
-        """The mean of the differences."""
         return float(self.differences.mean())
 
     @property
     def high(self) -> float:
-        """The quantile HIGH of the differences."""
         return float(np.quantile(self.differences, HIGH))
 
     @property

@@ -55,9 +55,8 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
     if reference is not None and c.ref.path != "policy":
         _check_reference_tokens(c.ref.path, tokenizer)
-    check_stop_texts(tokenizer, c.rollout.stop_texts)
-    end_tokens = end_token_ids(c.model.path, tokenizer)
-    agent = _make_agent(c, tokenizer, end_tokens)
+    tokens = _read_tokens(c, tokenizer)
+    agent = tokens["agent"]
     arguments = dict[str, Any](max_samples=c.data.train_max_samples) | _prompt_arguments(c, tokenizer, agent)
     prompts = _require_messages(c, read_prompts(c.data.train_files, **arguments))
     train = mixture(prompts, c.data.mix, batch_size=prompts_per_batch(c))
@@ -74,8 +73,6 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     val = _read_val(c, tokenizer, agent)
     sources = {p.data_source for p in (*train.prompts, *val.prompts)}
     return Inputs(
-        tokenizer=tokenizer,
-        end_tokens=end_tokens,
         train=train,
         val=val,
         sources=tuple(sorted(sources)),
@@ -84,17 +81,18 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
         reference=reference,
         adapters=make_adapters(c),
         critic_adapters=make_adapters(c, c.critic) if critic is not None else None,
-        agent=agent,
         total_steps=total_steps(c, len(train.prompts)),
+        **tokens,
     )
 
 
-def _make_agent(c: Settings, tokenizer: Any, end_tokens: tuple[int, ...]) -> Agent | None:
-    """Makes and checks what leads the conversations; None for single-turn rollouts."""
-    if not (c.rollout.multi_turn.enable or c.rollout.agent):
-        return None
-    agent: Agent = plugins.load("agents.make").make_agent(c, tokenizer, end_tokens)
-    return agent
+def _read_tokens(c: Settings, tokenizer: Any) -> dict[str, Any]:
+    """Returns the fields of Inputs that follow from the tokenizer, with what leads the conversations, if any."""
+    check_stop_texts(tokenizer, c.rollout.stop_texts)
+    end_tokens, agent = end_token_ids(c.model.path, tokenizer), None
+    if c.rollout.multi_turn.enable or c.rollout.agent:
+        agent = plugins.load("agents.make").make_agent(c, tokenizer, end_tokens)
+    return dict(tokenizer=tokenizer, end_tokens=end_tokens, agent=agent)
 
 
 def _with_memory(c: Settings, train: PromptSet) -> PromptSet:
@@ -137,24 +135,13 @@ def read_test(c: Settings) -> Inputs:
     _, policy = hf.read_config(c.model.path, longest=c.data.longest_row)
     require_publishable(c, policy)
     hf.check_weights(c.model.path, policy, head="lm")
-    tokenizer = read_tokenizer(c, policy)
-    check_stop_texts(tokenizer, c.rollout.stop_texts)
-    end_tokens = end_token_ids(c.model.path, tokenizer)
-    agent = _make_agent(c, tokenizer, end_tokens)
-    val = _read_val(c, tokenizer, agent)
-    return Inputs(
-        tokenizer=tokenizer,
-        end_tokens=end_tokens,
-        train=PromptSet([], overlong=0),
-        val=val,
-        sources=tuple(sorted({p.data_source for p in val.prompts})),
-        policy=policy,
-        agent=agent,
-    )
+    tokens = _read_tokens(c, read_tokenizer(c, policy))
+    val = _read_val(c, tokens["tokenizer"], tokens["agent"])
+    sources = tuple(sorted({p.data_source for p in val.prompts}))
+    return Inputs(train=PromptSet([], overlong=0), val=val, sources=sources, policy=policy, **tokens)
 
 
-def _read_val(c: Settings, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
-    """Reads the validation prompts."""
+def _read_val(c: Settings, tokenizer: Any, agent: Agent | None) -> PromptSet:
     arguments = dict[str, Any](max_samples=c.data.val_max_samples, setting="data.val_files")
     return _require_messages(c, read_prompts(c.data.val_files, **arguments, **_prompt_arguments(c, tokenizer, agent)))
 

@@ -35,7 +35,6 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """Returns the number of steps done."""
         return int(self.state.step)
 
 

@@ -12,37 +12,33 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
+from jppo import process  # corrects the sums of XLA, whoever makes a learner
 from jppo.algorithms import kl
 from jppo.errors import UserError
-from jppo.learner import catalogue, estimate, packing, ppo, programs, sharding, state, update
+from jppo.learner import catalogue, estimate, make, packing, ppo, programs, sharding, state, update
 from jppo.learner.algorithm import Algorithm
-from jppo.learner.make import (
-    Trained,
-    chunk_tokens,
-    copy_weights,
-    kept_tokens,
-    load_trained,
-    make_decoder,
-    make_trainable,
-    offload_if,
-    optimizer_of,
-    plan_rows,
-)
+from jppo.learner.make import Trained
 from jppo.learner.ppo import Learner, ModelConfigs, StepLearner
 from jppo.models import hf, placing
 from jppo.models.config import ModelConfig, pad_vocab
-from jppo.models.lora import Base, Lora
+from jppo.models.lora import Base
 from jppo.models.params import Head
-from jppo.settings import Loop, Settings, importance_band, parts, rejection_rules
+from jppo.settings import Common, Loop, Optimizer, Settings, importance_band, parts, rejection_rules
 from jppo.types import Array, Params, TrainState
 
 Configs = tuple[ModelConfig, ModelConfig | None, ModelConfig | None]  # of policy, critic and reference
 
 
+def open_mesh(c: Common, devices: Sequence[Any] | None = None) -> Mesh:
+    """Makes the config's mesh, of these devices or all, and prepares the process for them."""
+    mesh = make.make_mesh(c, devices)
+    process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
+    return mesh
+
+
 def read_models_of_run(c: Settings, *, weights: bool = True) -> Configs:
     """Reads the configs of the models that a PPO run needs, and checks the headers of their `weights`."""
-    with_reference = wants_reference(c) and not c.ref.url
+    with_reference = (c.algorithm.use_kl_in_reward or c.actor.use_kl_loss) and not c.ref.url
     return read_models(c, with_critic=wants_critic(c), with_reference=with_reference, weights=weights)
 
 
@@ -90,11 +86,6 @@ def critic_init(c: Loop) -> str:
 def wants_critic(c: Settings) -> bool:
     """Whether the estimator reads values."""
     return bool(parts.estimator(c).critic)
-
-
-def wants_reference(c: Settings) -> bool:
-    """Whether a KL is used."""
-    return c.algorithm.use_kl_in_reward or c.actor.use_kl_loss
 
 
 def make_algorithm(c: Settings) -> Algorithm:
@@ -189,11 +180,11 @@ def plan_of_run(c: Settings, mesh: Any, policy: ModelConfig, steps: int) -> pack
 
 def plan_mini_batches(c: Loop, mesh: Any, policy: ModelConfig, steps: int, sizes: tuple[int, ...]) -> packing.Plan:
     """Plans the row shapes of `steps` whose mini-batches have these sizes."""
-    plan = plan_rows(
+    plan = make.plan_rows(
         c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=max(sizes), steps=steps,
         policy=policy, sizes=() if c.rollout.has_branches else sizes,
     )  # fmt: skip
-    return dataclasses.replace(plan, experts=replayed_experts(c, policy), kept=kept_tokens(c, policy))
+    return dataclasses.replace(plan, experts=replayed_experts(c, policy), kept=make.kept_tokens(c, policy))
 
 
 def replayed_experts(c: Loop, policy: ModelConfig) -> tuple[int, int] | None:
@@ -236,12 +227,12 @@ def make_models(c: Loop, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Models, d
 
     def model(cfg: ModelConfig) -> ppo.Model:
         cfg = pad_vocab(cfg, mesh.shape["tensor"])
-        return make_decoder(c, cfg, mesh), cfg
+        return make.make_decoder(c, cfg, mesh), cfg
 
     policy = model(inputs.policy)
     critic = None if inputs.critic is None else model(inputs.critic)
     reference = None if inputs.reference is None else model(inputs.reference)
-    heads = dict(temperature=c.rollout.temperature, chunk_tokens=chunk_tokens(c.model, policy[1], mesh), mesh=mesh)
+    heads = dict(temperature=c.rollout.temperature, chunk_tokens=make.chunk_tokens(c.model, policy[1], mesh), mesh=mesh)
     return ppo.Models(policy, critic, reference), heads
 
 
@@ -285,10 +276,10 @@ def load_learner(
     """Loads the models and makes their passes; `warmup` is the number of first steps without the policy's update."""
     passes, seed, steps = make_passes(c, recipe, inputs, mesh), c.trainer.seed, inputs.total_steps
     policy, value = load_models(c, inputs, mesh, seed, sketch=sketch)
-    actor, policy_opt = make_trainable(c.actor, "actor", passes.actor, policy, steps - warmup)
+    actor, policy_opt = make.make_trainable(c.actor, "actor", passes.actor, policy, steps - warmup)
     critic = value_opt = reference = None
     if value is not None and passes.critic is not None:
-        critic, value_opt = make_trainable(c.critic, "critic", passes.critic, value, steps)
+        critic, value_opt = make.make_trainable(c.critic, "critic", passes.critic, value, steps)
     if inputs.reference is not None:
         key, cfg = jax.random.fold_in(jax.random.key(seed), 2), pad_vocab(inputs.reference, mesh.shape["tensor"])
         reference = load_reference(c, mesh, cfg, policy, key, sketch)
@@ -310,11 +301,11 @@ def load_models(
     """Loads policy and critic; `bases` are their frozen weights, where these are in memory already."""
     base, critic_base = bases
     key, init = jax.random.key(seed), "shapes" if sketch else ""
-    policy = load_trained(
+    policy = make.load_trained(
         c, mesh, pad_vocab(inputs.policy, mesh.shape["tensor"]), c.model.path, head="lm", init=init or c.model.init,
         key=jax.random.fold_in(key, 0), adapters=inputs.adapters, trunk=None if base is None else base.params,
     )  # fmt: skip
-    policy = offload_if(policy, c.actor.param_offload, shared=base is not None)
+    policy = make.offload_if(policy, c.actor.param_offload, shared=base is not None)
     if inputs.critic is None:
         return policy, None
     path, trunk = path_of_critic(c), critic_base
@@ -322,11 +313,11 @@ def load_models(
         trunk = policy.base
     elif path != c.model.path:  # a critic's files have its head, too
         trunk = None
-    critic = load_trained(
+    critic = make.load_trained(
         c, mesh, pad_vocab(inputs.critic, mesh.shape["tensor"]), path, head="value", init=init or critic_init(c),
         key=jax.random.fold_in(key, 1), adapters=inputs.critic_adapters, trunk=None if trunk is None else trunk.params,
     )  # fmt: skip
-    return policy, offload_if(critic, c.critic.param_offload, shared=trunk is not None)
+    return policy, make.offload_if(critic, c.critic.param_offload, shared=trunk is not None)
 
 
 def begin_further_state(c: Loop, inputs: ModelConfigs, learner: Learner, seed: int) -> TrainState:
@@ -339,22 +330,20 @@ def begin_further_state(c: Loop, inputs: ModelConfigs, learner: Learner, seed: i
 
 
 def begin_optimizer(c: Loop, inputs: ModelConfigs, learner: Learner, field: str, learned: Params) -> Any:
-    """Returns the initial optimizer state of `policy` or `value`, for loaded parameters."""
-    head, cfg, adapters = head_config_adapters(inputs, learner, field)
-    section, name = (c.actor, "actor") if head == "lm" else (c.critic, "critic")
+    """Returns the initial optimizer state of a field of the train state, `policy` or `value`, for loaded parameters."""
+    head: Head
+    section: Optimizer
+    if field == "policy" or inputs.critic is None:
+        head, cfg, adapters, section, name = "lm", learner.cfg, inputs.adapters, c.actor, "actor"
+    else:
+        cfg, adapters = pad_vocab(inputs.critic, learner.mesh.shape["tensor"]), inputs.critic_adapters
+        head, section, name = "value", c.critic, "critic"
     if adapters is None:
         layout = state.model_weights(cfg, learner.mesh, head=head, param_dtype=c.model.param_dtype)
     else:
         layout = state.adapters(cfg, learner.mesh, adapters, head=head)
-    opt, _ = state.init_optimizer(optimizer_of(section, name, layout), layout, learned)
+    opt, _ = state.init_optimizer(make.optimizer_of(section, name, layout), layout, learned)
     return placing.to_host(opt) if section.optimizer_offload else opt
-
-
-def head_config_adapters(inputs: ModelConfigs, learner: Learner, field: str) -> tuple[Head, ModelConfig, Lora | None]:
-    """Returns head, config and adapters of the model in a field of the train state, `policy` or `value`."""
-    if field == "policy" or inputs.critic is None:
-        return "lm", learner.cfg, inputs.adapters
-    return "value", pad_vocab(inputs.critic, learner.mesh.shape["tensor"]), inputs.critic_adapters
 
 
 def list_run_programs(c: Settings, learner: StepLearner, now: TrainState) -> list[programs.Program]:
@@ -377,8 +366,8 @@ def load_reference(c: Loop, mesh: Any, cfg: ModelConfig, policy: Trained, key: j
     """Makes the frozen reference of the KL: its own model, or a copy of the initial policy."""
     if c.ref.path != "policy":
         init = "shapes" if sketch else "pretrained"
-        trained = load_trained(c, mesh, cfg, c.ref.path, head="lm", init=init, key=key, adapters=None)
-        return offload_if(trained, c.ref.param_offload).learned
+        trained = make.load_trained(c, mesh, cfg, c.ref.path, head="lm", init=init, key=key, adapters=None)
+        return make.offload_if(trained, c.ref.param_offload).learned
     if policy.base is not None:  # LoRA: the loaded base is the reference
         return policy.base.params
-    return copy_weights(policy.learned, c.ref.param_offload)
+    return make.copy_weights(policy.learned, c.ref.param_offload)

@@ -6,7 +6,7 @@ import math
 import pathlib
 import zlib
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -57,7 +57,6 @@ class Begun:
 
     @property
     def cursor(self) -> Cursor:
-        """Returns the position in the data."""
         return Cursor(**self.now.place["cursor"])
 
 
@@ -177,31 +176,33 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raises UserError where a run cannot resume: its identity is `current`, that of the checkpoint `saved`."""
     remedy = "give the old value, or start a new run with another trainer.run_dir or trainer.resume_mode=disable"
     config = saved.get("config", {})
+
+    def refuse(name: str, old: Any, new: Any, why: str) -> NoReturn:
+        raise UserError(f"{name}={new!r} was {old!r} when the checkpoint was written, {why}; {remedy}")
+
+    def values(name: str, default: Any = None) -> tuple[Any, Any]:
+        """Returns the value of a setting in the checkpoint's run, and its value now."""
+        return config.get(name, default), current["config"].get(name, default)
+
     for name, part in FIXED.items():
-        if name in config and config[name] != current["config"].get(name):
-            raise UserError(
-                f"{name}={current['config'].get(name)!r} was {config[name]!r} when the checkpoint was written, whose"
-                f" {part} belongs to it; {remedy}"
-            )
+        old, new = values(name)
+        if name in config and old != new:
+            refuse(name, old, new, f"whose {part} belongs to it")
     if saved.get("cursor", {}).get("curriculum"):
         for name in ("algorithm.extension", "algorithm.adv_estimator"):
-            old, new = config.get(name, ""), current["config"].get(name, "")
+            old, new = values(name, "")
             by_name = name == "algorithm.adv_estimator" and (":" not in f"{old}{new}" or config.get("data.sampler"))
             if old != new and not by_name:
-                raise UserError(
-                    f"{name}={new!r} was {old!r} when the checkpoint was written, with its memory; {remedy}"
-                )
+                refuse(name, old, new, "with its memory")
     name = "critic.value_norm_decay"
-    old, new = config.get(name), current["config"].get(name)
+    old, new = values(name)
     if (old is None) != (new is None):
-        raise UserError(
-            f"{name}={new} was {old} when the checkpoint was written, and its critic has values on that scale; {remedy}"
-        )
+        refuse(name, old, new, "and its critic has values on that scale")
     if "optimizer" in config.get("trainer.save_contents", "optimizer"):
         for name in ("actor.optimizer", "critic.optimizer", "optim.optimizer"):
             old, new = config.get(name, "adamw"), current["config"].get(name)
             if new not in (None, old) and ":" not in old + new:
-                raise UserError(f"{name}={new!r} was {old!r} when the checkpoint was written, with its state; {remedy}")
+                refuse(name, old, new, "with its state")
     for kind, files in (("data", "data.train_files"), ("frozen", "")):
         old, new = saved.get(kind), current[kind]
         if old is None or old == new:

@@ -3,8 +3,9 @@
 A token record has text, reward, value, advantage and log-ratios of each token of some responses.
 """
 
+import collections
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,21 +101,24 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
 
 def source_means(rewards: Sequence[Reward], sources: Sequence[str]) -> dict[str, float]:
     """Returns the mean score of each data source, if the step has several; `sources` has each sample's."""
-    scores: dict[str, list[float]] = {}
-    for reward, source in zip(rewards, sources, strict=False):
-        if reward.unusable is None:
-            scores.setdefault(f"train/{source}/score", []).append(reward.score)
-    several = len(set(sources)) > 1
-    return {name: float(np.mean(scores[name])) for name in sorted(scores)} if several else {}
+    usable = [
+        (f"train/{source}/score", r.score) for r, source in zip(rewards, sources, strict=False) if r.unusable is None
+    ]
+    means = _means(usable) if len(set(sources)) > 1 else {}
+    return dict(sorted(means.items()))
 
 
 def _part_means(rewards: Sequence[Reward]) -> dict[str, float]:
     """Returns the mean of every part of the reward over the samples that have it."""
-    parts: dict[str, list[float]] = {}
-    for reward in rewards:
-        for name, value in reward.parts.items():
-            parts.setdefault(f"reward/{name}/mean", []).append(value)
-    return {name: float(np.mean(values)) for name, values in parts.items()}
+    return _means((f"reward/{name}/mean", value) for reward in rewards for name, value in reward.parts.items())
+
+
+def _means(named: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Returns the mean of the numbers of each name."""
+    numbers = collections.defaultdict[str, list[float]](list)
+    for name, value in named:
+        numbers[name].append(value)
+    return {name: float(np.mean(values)) for name, values in numbers.items()}
 
 
 def sample_rows(

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
-from jppo import plugins, process, settings, traces
+from jppo import plugins, settings, traces
 from jppo.distributed.hosts import Hosts, own_folder
 from jppo.distributed.launchers import join_launched
 from jppo.errors import UserError, expanded
-from jppo.learner import make, packing, sharding
-from jppo.learner.make import attention_kernel, make_mesh
+from jppo.learner import make, packing
+from jppo.learner.make import attention_kernel
 from jppo.learner.ppo import StepLearner
 from jppo.learner.utilisation import introduce_peak
 from jppo.rewards.graders import RUNS_CODE, describe_refused, grader_of
@@ -40,7 +40,14 @@ from jppo.run import resume
 from jppo.run.agreement import Match, agree, sampling_warnings
 from jppo.run.inputs import Inputs, describe_decoding, engine_arguments, read_inputs, require_reward
 from jppo.run.loop import Opened
-from jppo.run.make import list_run_programs, make_learner, replayed_experts, require_models_fit, run_programs
+from jppo.run.make import (
+    list_run_programs,
+    make_learner,
+    open_mesh,
+    replayed_experts,
+    require_models_fit,
+    run_programs,
+)
 from jppo.run.resume import Begun, data_checksums, finished
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
@@ -124,8 +131,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             return None
         if inputs.agent is not None:
             stack.callback(inputs.agent.close)
-        mesh = make_mesh(c)
-        process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
+        mesh = open_mesh(c)
         c = with_servers(c, mesh)
         require_models_fit(inputs, mesh)
         c, memory_note = _choose_by_memory(c, hosts, inputs, mesh, folder)
@@ -195,8 +201,9 @@ def _prepare_host(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> _Ho
     inputs = hosts.together(lambda: _read_host_inputs(c))
     _require_alike(c, hosts, inputs)
     logs = own_folder(hosts, folder)
-    profile = _make_profiler(c, logs, inputs.total_steps)
     timer, t = Timers(), c.trainer
+    steps = settings.parse_steps(t.profile_steps, "trainer.profile_steps")
+    settings.check_within(steps, inputs.total_steps, f"trainer.profile_steps={t.profile_steps!r}")
     output_folder = folder / "val_only" if t.val_only else folder  # leaves the run's own files unchanged
     hosts.together(lambda: stack.enter_context(own(output_folder)) if hosts.first else None)
     watch = Watch(
@@ -205,7 +212,7 @@ def _prepare_host(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> _Ho
     )  # fmt: skip
     stack.enter_context(watch)
     display = open_display(stack, c, timer, hosts)
-    return _HostParts(output_folder, logs, inputs, timer, profile, watch, display)
+    return _HostParts(output_folder, logs, inputs, timer, Profiler(logs / "profile", steps), watch, display)
 
 
 def _choose_by_memory(
@@ -287,13 +294,6 @@ def _create_mark(folder: pathlib.Path) -> str:
     mark = f".hosts-{uuid.uuid4().hex[:8]}"
     (folder / mark).touch()
     return mark
-
-
-def _make_profiler(c: Settings, run: pathlib.Path, total_steps: int) -> Profiler:
-    """Makes the profiler of the configured steps; checks that they are steps of this run."""
-    steps = settings.parse_steps(c.trainer.profile_steps, "trainer.profile_steps")
-    settings.check_within(steps, total_steps, f"trainer.profile_steps={c.trainer.profile_steps!r}")
-    return Profiler(run / "profile", steps)
 
 
 def _open_logger(c: Settings, host: _HostParts, hosts: Hosts, learner: StepLearner, begun: Begun) -> Logger | Silent:

@@ -182,12 +182,10 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
 
 
 def folder(c: Supervised) -> pathlib.Path:
-    """Returns the run folder."""
     return expanded(c.trainer.run_dir)
 
 
 def _last_metrics(run: pathlib.Path) -> dict[str, float]:
-    """Reads the last line of a run's metrics.jsonl."""
     lines = read_metrics(run)
     return lines[-1] if lines else {}
 

@@ -46,45 +46,34 @@ def run_test(
 
     `watch` is called after each response, from any thread.
     """
+
+    def sample(block: Sequence[Prompt], seeded: Sampling) -> tuple[list[Trajectory], Grading]:
+        """Samples this host's responses; returns them and their grading, which begins with each response."""
+        grading = reward_sum.begin()
+
+        def grade(number: int, t: Trajectory) -> None:
+            grading.submit(number, sample_of(block[number // sampling.n], t))
+            watch()
+
+        if hosts.count == 1:
+            return sampler.generate(block, seeded, version=version, done=grade), grading
+        share = hosts.share(len(block))
+        numbers = range(share.start * sampling.n, share.stop * sampling.n)
+        future = sampler.start(block, seeded, done=grade, only=numbers)  # seeded by its index among all hosts' prompts
+        try:
+            return future.result(), grading
+        except BaseException:
+            future.cancel()
+            raise
+
     size = max(1, len(prompts)) if batch_size == -1 else batch_size
     trajectories, rewards = [], []
     for first in range(0, len(prompts), size):
-        block = prompts[first : first + size]
         seeded = dataclasses.replace(sampling, seed=sampling.seed + first)  # batches must not reuse seeds
-        draw = functools.partial(_sample, sampler, block, reward_sum, seeded, version=version, watch=watch, hosts=hosts)
-        responses, grading = hosts.together(draw)
+        responses, grading = hosts.together(functools.partial(sample, prompts[first : first + size], seeded))
         trajectories += of_hosts.of_all(hosts, responses)
         rewards += of_hosts.rewards_of_all(hosts, grading.collect)
     return TestResult(prompts, sampling.n, trajectories, rewards)
-
-
-def _sample(
-    sampler: Sampler,
-    prompts: Sequence[Prompt],
-    reward_sum: RewardSum,
-    sampling: Sampling,
-    *,
-    version: int,
-    watch: Callable[[], None] = lambda: None,
-    hosts: Hosts = ALONE,
-) -> tuple[list[Trajectory], Grading]:
-    """Samples this host's responses; returns them and their grading, which begins with each response."""
-    grading = reward_sum.begin()
-
-    def grade(number: int, t: Trajectory) -> None:
-        grading.submit(number, sample_of(prompts[number // sampling.n], t))
-        watch()
-
-    if hosts.count == 1:
-        return sampler.generate(prompts, sampling, version=version, done=grade), grading
-    share = hosts.share(len(prompts))
-    numbers = range(share.start * sampling.n, share.stop * sampling.n)
-    future = sampler.start(prompts, sampling, done=grade, only=numbers)  # seeded by its index among all hosts' prompts
-    try:
-        return future.result(), grading
-    except BaseException:
-        future.cancel()
-        raise
 
 
 def summaries(tested: TestResult) -> dict[str, dict[str, statistics.MeanSe]]:
@@ -116,7 +105,6 @@ def metrics(tested: TestResult) -> dict[str, float]:
 
 
 def rows(tested: TestResult) -> list[dict[str, Any]]:
-    """Returns the rows of the samples file."""
     prompts = [prompt for prompt in tested.prompts for _ in range(tested.n)]
     return sample_rows(prompts, tested.trajectories, tested.rewards)
 

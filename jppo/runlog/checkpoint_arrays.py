@@ -171,10 +171,7 @@ def restore(
         expected = {
             name: leaf for name, leaf in leaf_of.items() if not any(_in_field(name, field) for field in missing)
         }
-        _check_structure(path, saved, expected)
-        targets = {name: _target(leaf) for name, leaf in expected.items()}
-        arrays = _read_items(reader, path.absolute(), state=ocp.args.StandardRestore(targets))["state"]
-    _check_checksums(path, arrays, saved)
+        arrays = _read_arrays(reader, path, expected, saved)
     leaves = [_as_leaf(arrays[name], saved[name]) if name in expected else leaf for name, leaf in leaf_of.items()]
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
     kept_fields = tuple(field for field in missing if any(_in_field(name, field) for name in leaf_of))
@@ -191,13 +188,7 @@ def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]
         saved = {name: item for name, item in content["arrays"].items() if _in_field(name, field)}
         if not saved:
             raise UserError(f"{path} has no {field}; name a run that trains one, or the model in its run's hf/")
-        _check_structure(path, saved, expected)
-        targets = {name: _target(leaf) for name, leaf in expected.items()}
-        arguments = ocp.args.PyTreeRestore(
-            targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
-        )
-        arrays = _read_items(reader, path.absolute(), state=arguments)["state"]
-    _check_checksums(path, arrays, saved)
+        arrays = _read_arrays(reader, path, expected, saved)
     return Restored(
         content["step"], jax.tree.unflatten(jax.tree.structure(tree), [arrays[n] for n in expected]), content["meta"]
     )
@@ -213,8 +204,15 @@ def _read_content(reader: ocp.AsyncCheckpointer, path: pathlib.Path) -> dict[str
     return content
 
 
-def _check_checksums(path: pathlib.Path, arrays: dict[str, jax.Array], saved: dict[str, Any]) -> None:
-    """Damaged if arrays that were read differ from the saved ones, or are not finite."""
+def _read_arrays(
+    reader: ocp.AsyncCheckpointer, path: pathlib.Path, expected: dict[str, Any], saved: dict[str, Any]
+) -> dict[str, jax.Array]:
+    """Reads the `expected` leaves as arrays; Damaged if these differ from the `saved` ones, or are not finite."""
+    _check_structure(path, saved, expected)
+    targets = {name: _target(leaf) for name, leaf in expected.items()}
+    restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
+    arguments = ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=True)
+    arrays: dict[str, jax.Array] = _read_items(reader, path.absolute(), state=arguments)["state"]
     checks = examine(arrays)
     changed = [name for name, (_, checksum) in checks.items() if checksum != saved[name]["checksum"]]
     if changed:
@@ -222,6 +220,7 @@ def _check_checksums(path: pathlib.Path, arrays: dict[str, jax.Array], saved: di
         raise Damaged(f"{path} is damaged: {summary}; use another")
     if nonfinite_names := [name for name, (finite, _) in checks.items() if not finite]:
         raise Damaged(f"{path} holds values that are not finite numbers, in {nonfinite_names[0]} first; use another")
+    return arrays
 
 
 def _in_field(name: str, field: str) -> bool:

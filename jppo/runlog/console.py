@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import rich.box
 import rich.console
@@ -29,6 +29,7 @@ from jppo.runlog.timers import STAGES, Timers
 ROWS = 12  # steps in the live table
 
 Columns = Sequence[tuple[str, str, str]]
+Renderable = rich.console.RenderableType
 
 # Heading, metric, format. A missing metric is a dash.
 PPO_COLUMNS: Columns = (
@@ -73,19 +74,6 @@ MEMORY = {"device": "perf/max_memory_allocated_gb", "host": "perf/cpu_memory_use
 COLOURS: Mapping[diagnosis.Verdict, str] = {"good": "green", "weak": "yellow", "bad": "bold red"}
 
 
-class Screen(Protocol):
-    """A display of steps."""
-
-    def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows one step."""
-
-    def note(self, text: str, style: str = "") -> None:
-        """Prints a text between steps."""
-
-    def close(self) -> None:
-        """Stops drawing."""
-
-
 class Terminal(rich.console.Console):
     """Standard output; if its reader has gone, further output is dropped and the run continues."""
 
@@ -101,7 +89,7 @@ def make_screen(
     columns: Columns,
     console: rich.console.Console,
     doing: rich.console.RenderableType = "",
-) -> Screen:
+) -> "Lines | Live":
     """Makes the display of steps: on a terminal a live table above what the run is `doing`, elsewhere lines."""
     if console.is_terminal and not console.is_dumb_terminal:
         return Live(total_steps, done, columns, console, doing)
@@ -129,32 +117,27 @@ class Pace:
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
-class RewardHistory:
-    """The rewards of the last steps, for a step's health."""
-
-    def __init__(self) -> None:
-        self._last: collections.deque[float] = collections.deque(maxlen=diagnosis.TREND_STEPS)
-
-    def verdicts(self, metrics: Mapping[str, float]) -> dict[str, diagnosis.Verdict]:
-        """Adds a step's reward and returns the verdicts on its metrics by name."""
-        if diagnosis.REWARD in metrics:
-            self._last.append(metrics[diagnosis.REWARD])
-        return diagnosis.verdicts(metrics, tuple(self._last))
-
-
-class Lines:
-    """One plain line per step, for logs."""
+class Steps:
+    """The displayed columns, and what is known of the last steps."""
 
     def __init__(self, total_steps: int, columns: Columns, console: rich.console.Console) -> None:
-        self._total = total_steps
-        self._columns = columns
-        self._console = console
+        self._total, self._columns, self._console = total_steps, columns, console
         self._pace = Pace(total_steps)
-        self._rewards = RewardHistory()
+        self._rewards: collections.deque[float] = collections.deque(maxlen=diagnosis.TREND_STEPS)
+
+    def _verdicts(self, metrics: Mapping[str, float]) -> dict[str, diagnosis.Verdict]:
+        """Adds a step's reward and returns the verdicts on its metrics by name."""
+        if diagnosis.REWARD in metrics:
+            self._rewards.append(metrics[diagnosis.REWARD])
+        return diagnosis.verdicts(metrics, tuple(self._rewards))
+
+
+class Lines(Steps):
+    """One plain line per step, for logs."""
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the step as one line: metrics, stages, memory, remaining time."""
-        verdicts = self._rewards.verdicts(metrics)
+        verdicts = self._verdicts(metrics)
         texts = [
             f"{heading} {_format_metric(metrics, name, spec)}{_mark(verdicts.get(name))}"
             for heading, name, spec in self._columns
@@ -172,7 +155,7 @@ class Lines:
         """Does nothing."""
 
 
-class Live:
+class Live(Steps):
     """A table of the last steps, redrawn in place above a progress bar."""
 
     def __init__(
@@ -184,13 +167,10 @@ class Live:
         doing: rich.console.RenderableType,
     ) -> None:
         """Starts the live display, whose progress bar begins at `done` steps."""
-        self._columns = columns
-        self._console = console
+        super().__init__(total_steps, columns, console)
         self._doing = doing
         self._steps: collections.deque[tuple[int, dict[str, rich.text.Text]]] = collections.deque(maxlen=ROWS)
         self._footer = ""
-        self._pace = Pace(total_steps)
-        self._rewards = RewardHistory()
         self._progress = rich.progress.Progress(
             rich.progress.TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
             rich.progress.BarColumn(bar_width=None),
@@ -206,7 +186,7 @@ class Live:
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the step to the table and moves the bar."""
-        verdicts = self._rewards.verdicts(metrics)
+        verdicts = self._verdicts(metrics)
         cells = {}
         for heading, name, spec in self._columns:
             verdict = verdicts.get(name)

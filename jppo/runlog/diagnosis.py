@@ -80,7 +80,6 @@ class History:
                 self._first[name].append(value)
 
     def count(self, name: str) -> int:
-        """Returns the number of steps that had the metric."""
         return self._count[name]
 
     def first(self, name: str) -> float:

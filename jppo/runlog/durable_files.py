@@ -32,10 +32,6 @@ class Appender:
         self._end = os.fstat(self._file).st_size
         self._waiting: collections.deque[bytes] = collections.deque()
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
     def append(self, record: bytes) -> None:
         """Writes waiting records and then this one; OSError if it has to wait, as on a full disk."""
         self._waiting.append(record)

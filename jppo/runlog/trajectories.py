@@ -22,7 +22,7 @@ from jppo.distributed.hosts import Hosts
 from jppo.errors import UserError
 from jppo.types import Exchange, Reward, Trajectory
 
-ARRAYS = ("tokens", "sampled", "logprob", "version")
+ARRAYS: dict[str, type] = {"tokens": np.int32, "sampled": np.bool_, "logprob": np.float32, "version": np.int32}
 APART = (*ARRAYS, "experts", "kept")  # the fields that are not JSON
 
 
@@ -33,11 +33,9 @@ def serialise(episodes: Sequence[Trajectory]) -> str:
     json_fields = [{name: value for name, value in one.items() if name not in APART} for one in flat]
     for fields, t in zip(json_fields, trajectories, strict=True):
         fields["branches"] = len(t.branches)
-    arrays = {
-        name: np.concatenate([np.zeros(0, _dtype_of(name)), *(getattr(t, name) for t in trajectories)]).astype(
-            _dtype_of(name)
-        )
-        for name in ARRAYS
+    arrays: dict[str, Any] = {
+        name: np.concatenate([np.zeros(0, dtype), *(getattr(t, name) for t in trajectories)]).astype(dtype)
+        for name, dtype in ARRAYS.items()
     }
     lengths = np.array([len(t.tokens) for t in trajectories], np.int64)
     if experts := [t.experts for t in trajectories if t.experts is not None]:
@@ -108,7 +106,6 @@ def rewards_of_all(hosts: Hosts, own: Callable[[], list[Reward]]) -> list[Reward
 
 
 def reward_of(fields: Mapping[str, Any]) -> Reward:
-    """Returns a reward from its fields of JSON types."""
     return Reward(**_with_tuples(fields))
 
 
@@ -116,10 +113,6 @@ def _with_tuples(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns fields from JSON with tuples in place of lists, as `Reward` and `Exchange` have them."""
     lists = [name for name in ("earned", "tool_earned") if name in saved]  # Reward has one, Exchange both
     return {**saved, **{name: tuple((token, amount) for token, amount in saved[name]) for name in lists}}
-
-
-def _dtype_of(name: str) -> type:
-    return {"tokens": np.int32, "sampled": np.bool_, "logprob": np.float32, "version": np.int32}[name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +124,6 @@ class Found:
     rewards: Mapping[int, Reward]
 
     def only(self, numbers: Collection[int]) -> "Found":
-        """Returns the responses and rewards with these indices."""
         responses = {n: t for n, t in self.responses.items() if n in numbers}
         return Found(self.per_prompt, responses, {n: r for n, r in self.rewards.items() if n in responses})
 

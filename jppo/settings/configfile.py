@@ -379,9 +379,14 @@ def _list_faults(values: dict[str, Any], config: Common, *, training: bool) -> l
         with contextlib.suppress(UserError):
             with_preset = _with_preset(valid)
         checks.append(functools.partial(_with_preset, valid))
-    between = faults_of([*checks, *_list_rules(with_preset, training=training)])
+    if isinstance(valid, Settings) and training:
+        checks.append(functools.partial(parts.options, valid))
+    between = faults_of(checks)
+    for rules in _list_rules(with_preset, training=training):
+        between += faults_of([functools.partial(between.extend, rules)])
     pattern = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)" for name in invalid) or "(?!)")
-    return [*itertools.chain(*invalid.values()), *(fault for fault in between if not pattern.search(fault))]
+    faults = [*itertools.chain(*invalid.values()), *(fault for fault in between if not pattern.search(fault))]
+    return list(dict.fromkeys(faults))
 
 
 def _check_value(table: Table, name: str, value: Any) -> None:
@@ -393,18 +398,14 @@ def _check_value(table: Table, name: str, value: Any) -> None:
     table[name].check(value)
 
 
-def _list_rules(config: Common, *, training: bool) -> Iterator[Callable[[], object]]:
+def _list_rules(config: Common, *, training: bool) -> Iterator[Iterator[str]]:
+    """Yields the rules between settings; each yields or raises what the settings break of it."""
     if isinstance(config, Loop):
         yield from rules_rollout.rollout_rules(config, training=training)
-    if training and isinstance(config, Training):
-        yield functools.partial(_check_train_files, config)
+    if training and isinstance(config, Training) and not config.data.train_files:
+        yield iter(["data.train_files is empty; give a path, as in --config.data.train_files=PATH"])
     if training:
         yield from rules_training.training_rules(config)
-
-
-def _check_train_files(config: Training) -> None:
-    if not config.data.train_files:
-        raise UserError("data.train_files is empty; give a path, as in --config.data.train_files=PATH")
 
 
 def without_unread(config: C, keep: Collection[str]) -> C:

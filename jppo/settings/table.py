@@ -260,7 +260,6 @@ def as_dict(config: ml_collections.ConfigDict | Section) -> dict[str, Any]:
 
 
 def dump(config: ml_collections.ConfigDict | Section) -> str:
-    """Returns the resolved settings as JSON."""
     return json.dumps(as_dict(config), indent=2) + "\n"
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pathlib
 import re
 import urllib.parse
+from collections.abc import Collection
 from typing import Any
 
 from jppo.errors import UserError
@@ -25,7 +26,7 @@ Named = tuple[str, int]  # a DNS name and a port
 
 def save_contents(names: str) -> tuple[str, ...]:
     """Parses the contents of a checkpoint."""
-    contents = tuple(name.strip() for name in names.split(",") if name.strip())
+    contents = tuple(entries(names))
     setting = f"trainer.save_contents={names!r}"
     for name in contents:
         if name not in SAVE_CONTENTS:
@@ -38,13 +39,8 @@ def save_contents(names: str) -> tuple[str, ...]:
 
 def loggers(names: str) -> tuple[str, ...]:
     """Parses the sinks of metrics."""
-    sinks = tuple(name.strip() for name in names.split(",") if name.strip())
-    for name in sinks:
-        if name not in LOCAL_LOGGERS and name not in REMOTE_LOGGERS:
-            known_names = ", ".join((*LOCAL_LOGGERS, *REMOTE_LOGGERS))
-            raise UserError(f"trainer.logger={names!r}: {name!r} is not known; the names are {known_names}")
-        if sinks.count(name) > 1:
-            raise UserError(f"trainer.logger={names!r}: {name!r} is given twice; name it once")
+    known = (*LOCAL_LOGGERS, *REMOTE_LOGGERS)
+    sinks = _known_names(names, known, f"trainer.logger={names!r}", "the names are")
     if "jsonl" not in sinks:
         raise UserError(
             f"trainer.logger={names!r} has no jsonl: metrics.jsonl is what a resumed run and its summary read; try"
@@ -117,14 +113,9 @@ def importance_band(spec: str | float) -> tuple[float | None, float]:
 
 def rejection_rules(names: str, thresholds: str | float) -> tuple[tuple[str, float, float], ...]:
     """Parses rejection rules into (name, lower, upper)."""
-    rules = [name.strip() for name in names.split(",") if name.strip()]
-    specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
+    specs = entries(str(thresholds))
     settings = f"algorithm.rollout_rs={names!r} with algorithm.rollout_rs_threshold={thresholds!r}"
-    for name in rules:
-        if name not in REJECTION_RULES:
-            raise UserError(f"{settings}: {name!r} is not known; the rules are {', '.join(REJECTION_RULES)}")
-        if rules.count(name) > 1:
-            raise UserError(f"{settings}: {name!r} is given twice; name it once")
+    rules = _known_names(names, REJECTION_RULES, settings, "the rules are")
     if len(specs) != len(rules) and not (rules and len(specs) == 1):
         raise UserError(f"{settings}: give one threshold for all rules, or one for each, separated by commas")
     parsed = []
@@ -176,15 +167,25 @@ def check_within(steps: tuple[range, ...], total: int, name: str) -> None:
         raise UserError(f"{name}: step {last} is none of this run, which has {total}; name steps from 1 to {total}")
 
 
-def entries(urls: str) -> list[str]:
+def entries(text: str) -> list[str]:
     """Splits a text at its commas, without empty parts."""
-    return [url.strip() for url in urls.split(",") if url.strip()]
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _known_names(text: str, known: Collection[str], setting: str, list_of: str) -> tuple[str, ...]:
+    """Splits a text into names, each of them `known` and given once; an error begins with the `setting`."""
+    names = entries(text)
+    for name in names:
+        if name not in known:
+            raise UserError(f"{setting}: {name!r} is not known; {list_of} {', '.join(known)}")
+        if names.count(name) > 1:
+            raise UserError(f"{setting}: {name!r} is given twice; name it once")
+    return tuple(names)
 
 
 def addresses_by_source(urls: str) -> dict[str, str]:
     """Returns the addresses of `ref.url` by data source; a single address without one is under ''."""
-    addresses: dict[str, str] = {}
-    pairs = sources_and_addresses(urls)
+    addresses, pairs = dict[str, str](), sources_and_addresses(urls)
     for source, url in pairs:
         if not is_url(url):
             raise UserError(f"ref.url: {url!r} is no address; write it like http://127.0.0.1:8000")
@@ -202,11 +203,8 @@ def addresses_by_source(urls: str) -> dict[str, str]:
 
 def sources_and_addresses(urls: str) -> list[tuple[str, str]]:
     """Splits SOURCE=ADDRESS,... at its commas and at each address's scheme; the source is '' where there is none."""
-    parts = (re.fullmatch(r"(.+?)\s*=\s*(https?://.*)", entry) for entry in entries(urls))
-    return [
-        (part[1], part[2]) if part is not None else ("", entry)
-        for part, entry in zip(parts, entries(urls), strict=True)
-    ]
+    parts = [(re.fullmatch(r"(.+?)\s*=\s*(https?://.*)", entry), entry) for entry in entries(urls)]
+    return [("", entry) if part is None else (part[1], part[2]) for part, entry in parts]
 
 
 def lookup_place(urls: str) -> pathlib.Path | Named | None:

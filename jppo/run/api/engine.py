@@ -63,11 +63,6 @@ class Engine:
         publish_policy(publish_settings, self._learner, self._sampler, numbered)
         self.weights_owner = owner
 
-    def ensure_published(self, kept: Snapshot) -> None:
-        """Publishes the kept weights to the engine, unless it has them."""
-        if self.weights_owner is not kept:
-            self.publish(kept, kept.state)
-
     def generate(self, prompts: list[Prompt], options: Sampling) -> list[Trajectory]:
         """Samples with the weights that it holds."""
         if self._sampler is None:

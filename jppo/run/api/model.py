@@ -18,14 +18,13 @@ import contextlib
 import dataclasses
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 
-from jppo import process
 from jppo.data.tokenizer import check_stop_texts, end_token_ids
 from jppo.errors import UserError
 from jppo.learner import make, ppo, sharding
@@ -41,7 +40,7 @@ from jppo.run.api.losses import NO_REFERENCE, Losses
 from jppo.run.api.responses import Responses, entry_targets, make_responses, make_trajectory
 from jppo.run.api.weights import TrainedWeights, load_state, save_state
 from jppo.run.inputs import require_publishable
-from jppo.run.make import begin_further_state, make_loop_learner, read_models, require_models_fit
+from jppo.run.make import begin_further_state, make_loop_learner, open_mesh, read_models, require_models_fit
 from jppo.run.tokenizer import read_tokenizer
 from jppo.samples.make import step_sampling
 from jppo.settings import Loop, changed
@@ -70,10 +69,11 @@ class Parts:
 class Model:
     """A policy with its optimizer, perhaps a critic, and the engine that samples from it."""
 
-    def __init__(self, parts: Parts, begin: TrainState, close: contextlib.ExitStack | None):
-        """`begin` are the weights at the start; `close` ends the engine and files, None where another model owns it."""
+    def __init__(self, parts: Parts, begin: TrainState):
+        """`begin` are the weights at the start."""
         c, learner, steps = parts.c, parts.learner, max(parts.inputs.total_steps, 0)
-        self._parts, self._now, self._close = parts, dataclasses.replace(begin, policy=None, value=None), close
+        self._parts, self._now = parts, dataclasses.replace(begin, policy=None, value=None)
+        self._close: contextlib.ExitStack | None = None  # ends engine and files; None where another model owns them
         self.policy = TrainedWeights(learner.actor, begin.policy, begin.policy_opt, c.actor, steps)
         self.critic: TrainedWeights | None = None
         if learner.critic is not None:
@@ -134,9 +134,9 @@ class Model:
         sampling |= {} if n is None else {"n": n}
         require_sampling(sampling, limits={}, vocabulary=self.vocab_size)
         options = dataclasses.replace(step_sampling(c, self.step, self._sampled), **sampling)
-        if weights is not None:
-            engine.ensure_published(weights)
-        elif engine.weights_owner is not self:
+        if weights is not None and engine.weights_owner is not weights:
+            engine.publish(weights, weights.state)
+        if weights is None and engine.weights_owner is not self:
             raise UserError(
                 "the engine has other weights than this model's: it was loaded, or another set was published; call"
                 " publish() first"
@@ -321,7 +321,7 @@ class Model:
         self._require_open()
         c = self._parts.c
         seed = c.trainer.seed if seed is None else seed
-        return Model(self._parts, begin_further_state(c, self._parts.inputs, self._parts.learner, seed), None)
+        return Model(self._parts, begin_further_state(c, self._parts.inputs, self._parts.learner, seed))
 
     def export(self, folder: str | pathlib.Path, *, merge: bool = True) -> pathlib.Path:
         """Writes the policy as a model directory; with `merge` False, the adapters as peft's."""
@@ -382,16 +382,10 @@ class Model:
 
 
 def open_model(
-    path: str,
-    *,
-    mesh: Mapping[str, int] | None = None,
-    lora: int | Mapping[str, Any] | None = None,
-    critic: bool | str | Mapping[str, Any] | None = None,
-    engine: str | Mapping[str, Any] | None = None,
-    **settings: Any,
+    path: str, *, mesh: Any = None, lora: Any = None, critic: Any = None, engine: Any = None, **settings: Any
 ) -> Model:
     """Opens a model; `jppo.open` documents the arguments."""
-    c = make_settings(path, mesh=mesh, lora=lora, critic=critic, engine=engine, sections=settings)
+    c = make_settings(path, settings, mesh=mesh, lora=lora, critic=critic, engine=engine)
     rollout.share_gpu(c)
     reads = dict(with_critic=critic not in (None, False), with_reference=reads_reference(c, settings))
     policy, critic_config, reference = read_models(c, **reads)
@@ -407,8 +401,7 @@ def open_model(
         total_steps=c.trainer.total_training_steps,
     )
     with contextlib.ExitStack() as stack:
-        device_mesh = make.make_mesh(c)
-        process.prepare_process(sharding.platform(device_mesh), c.trainer.compile_cache, c.model.compute_dtype)
+        device_mesh = open_mesh(c)
         c = rollout.with_servers(c, device_mesh)
         if c.data.row_lengths == -1 and inputs.total_steps == -1 and sharding.platform(device_mesh) != "cpu":
             c = changed(c, {"data.row_lengths": 4})  # as for a long run
@@ -426,7 +419,7 @@ def open_model(
         end_ids = end_token_ids(c.model.path, tokenizer)
         shared = Engine(c, learner, started, inputs.adapters, tokenizer, end_ids)
         stack.callback(shared.close)
-        model = Model(Parts(c, inputs, learner, losses, shared, tokenizer), begin, None)
+        model = Model(Parts(c, inputs, learner, losses, shared, tokenizer), begin)
         model.publish()
         model._close = stack.pop_all()
         return model

@@ -124,7 +124,6 @@ class TrainedWeights:
         return optim.Hyperparameters(**{key: np.float32(value) for key, value in hyperparameters.items()})
 
     def discard(self) -> None:
-        """Drops the accumulated gradient."""
         self._carry, self.accumulated, self._learns, self._whole = None, 0, False, None
 
 
