@@ -56,11 +56,6 @@ def as_plain(sample: Sample) -> dict[str, Any]:
     return {"data_source": prompt.data_source, "text": sample.text, "truth": prompt.ground_truth, "extra": extra}
 
 
-def _as_reward(answer: dict[str, Any]) -> Reward:
-    """Returns an answer that has the fields of a reward."""
-    return Reward(**answer)
-
-
 class Pool:
     """`workers` processes, started with the first job.
 
@@ -84,7 +79,9 @@ class Pool:
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
-    def submit(self, target: Target, sample: Mapping[str, Any], reader: AnswerReader = _as_reward) -> Future[Reward]:
+    def submit(
+        self, target: Target, sample: Mapping[str, Any], reader: AnswerReader = lambda answer: Reward(**answer)
+    ) -> Future[Reward]:
         """Submits one sample; the future never raises."""
         return self.submit_batch(target, [sample], [reader])[0]
 

@@ -50,13 +50,10 @@ def _make_turn_loop(
         begin = conversation.make_interaction(m.interaction, user_code=user_code, timeout_s=m.tool_timeout_s)
     if m.environment:
         begin = conversation.make_environment(m.environment, user_code=user_code, timeout_s=m.tool_timeout_s)
-    if m.format == "plain":
-        chat, schemas = turn_tokens.plain_chat(tokenizer), []
-    else:
-        roles = [*(["tool"] if toolbox.schemas else []), *(["user"] if begin is not None else [])]
-        options = _chat_options(c, m.format) | dict(setting="rollout.multi_turn.format", parallel=m.max_parallel_calls)
-        chat, schemas = turn_tokens.template_chat(tokenizer, toolbox.schemas, roles=roles, **options), toolbox.schemas
-
+    schemas = [] if m.format == "plain" else toolbox.schemas
+    roles = [*(["tool"] if schemas else []), *(["user"] if begin is not None else [])]
+    options: dict[str, Any] = dict(setting="rollout.multi_turn.format", parallel=m.max_parallel_calls)
+    chat = _make_chat(c, tokenizer, m.format, schemas, roles=roles, **options)
     decode, spell = make_decoders(tokenizer)
     talk = make_talk(
         chat,
@@ -72,24 +69,23 @@ def _make_turn_loop(
     return talk, schemas
 
 
-def _chat_options(c: Settings, format: str) -> dict[str, Any]:
-    """Returns the arguments of a chat from the template that do not depend on who answers."""
-    arguments = template_arguments(c.data.apply_chat_template_kwargs)
-    return dict(name=format, parse=PARSERS[format], arguments=arguments, history=c.rollout.history)
+def _make_chat(c: Settings, tokenizer: Any, format: str, schemas: list[Schema], **options: Any) -> turn_tokens.Chat:
+    """Makes the chat of a format of tool calls: the plain one, or by the chat template."""
+    if format == "plain":
+        return turn_tokens.plain_chat(tokenizer)
+    options |= dict(parse=PARSERS[format], arguments=template_arguments(c.data.apply_chat_template_kwargs))
+    return turn_tokens.template_chat(tokenizer, schemas, name=format, history=c.rollout.history, **options)
 
 
 def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
     """Makes and checks the gateway of `rollout.agent`; starts nothing."""
     r, name = c.rollout, c.rollout.agent_format
-    options = _chat_options(c, name) | dict(setting="rollout.agent_format", parallel=2)
 
     @functools.lru_cache(maxsize=64)
     def chat(schemas: str) -> turn_tokens.Chat:
-        if name == "plain":
-            return turn_tokens.plain_chat(tokenizer)
         tools = json.loads(schemas)
         roles = ["user", *(["tool"] if tools else [])]
-        return turn_tokens.template_chat(tokenizer, tools, roles=roles, **options)
+        return _make_chat(c, tokenizer, name, tools, roles=roles, setting="rollout.agent_format", parallel=2)
 
     chat("[]")  # checks the template
     decode, spell = make_decoders(tokenizer)

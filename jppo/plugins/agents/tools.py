@@ -15,6 +15,7 @@ blocks costs only its caller's time.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import pathlib
@@ -51,19 +52,13 @@ class UserCodeRunner:
 
         At most `slots` calls of the same callable run at once; waiting for a slot does not count.
         """
-        if slots is None:
-            return await self._run(function, arguments, timeout_s)
         key = asyncio.get_running_loop(), id(function)
-        if key not in self._slots:
+        if slots is not None and key not in self._slots:
             self._slots = {k: s for k, s in self._slots.items() if not k[0].is_closed()}
             self._slots[key] = asyncio.Semaphore(slots)
-        async with self._slots[key]:
-            return await self._run(function, arguments, timeout_s)
-
-    async def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        """Runs a coroutine function on the loop, or another one in a thread, for at most `timeout_s`."""
-        future = self._submit(function, arguments) if is_async(function) else _run_in_thread(function, arguments)
-        return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+        async with contextlib.nullcontext() if slots is None else self._slots[key]:
+            future = self._submit(function, arguments) if is_async(function) else _run_in_thread(function, arguments)
+            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
 
     def _submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
         with self._lock:

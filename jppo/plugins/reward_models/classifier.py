@@ -87,15 +87,14 @@ def read_classifier(
             " put the model's own tokenizer files there",
         )
     limits = [model_config.get("max_position_embeddings") or math.inf, tokenizer.model_max_length]
-    numbers = [limit for limit in limits if isinstance(limit, int | float)]
-    if len(numbers) < len(limits):
+    if not all(isinstance(limit, int | float) for limit in limits):
         raise model_error(
             path, f"max_position_embeddings={limits[0]!r} and model_max_length={limits[1]!r} must be numbers"
         )
-    if max_length > min(numbers):
+    if max_length > min(limits):
         raise UserError(
-            f"reward.model.max_length={max_length} is more than the {min(numbers)} tokens that the config.json and "
-            f"tokenizer_config.json of reward.model.path={path} allow; set it to {min(numbers)} or less"
+            f"reward.model.max_length={max_length} is more than the {min(limits)} tokens that the config.json and "
+            f"tokenizer_config.json of reward.model.path={path} allow; set it to {min(limits)} or less"
         )
     return Classifier(path, str(directory), str(config.get("model_type")), vocab_size, pad_token_id, steps)
 

@@ -119,6 +119,7 @@ class Texts:
         return encoded, truncated
 
 
+@dataclasses.dataclass
 class Normalizer:
     """Running mean and standard deviation of all scores, by Welford's method over batches (Chan, Golub and LeVeque).
 
@@ -126,8 +127,9 @@ class Normalizer:
     deviations grows by the batch's own and δ² n m / (n + m).
     """
 
-    def __init__(self) -> None:
-        self.count = self.mean = self.squares = 0.0
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
 
     def update(self, raw: np.ndarray) -> None:
         """Updates mean and deviation by a batch of scores, in any order."""
@@ -147,7 +149,7 @@ class Normalizer:
 
     def state(self) -> dict[str, float]:
         """Returns the state for a checkpoint, as JSON types."""
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+        return dataclasses.asdict(self)
 
     def load(self, state: Mapping[str, float]) -> None:
         self.count, self.mean, self.squares = (float(state[key]) for key in ("count", "mean", "squares"))

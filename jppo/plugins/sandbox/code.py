@@ -78,15 +78,20 @@ def code(
     blocks = _BLOCK.findall(response)
     if not blocks:
         return Verdict(0.0, {"exact": 0.0, "answered": 0.0})
-    reaching = suspicious(blocks[-1])
-    run = _RetryCounter(runner or make_runner(), memory_bytes)
+    reaching, runs = suspicious(blocks[-1]), list[Ran]()
+    runner = runner or make_runner()
+
+    def run(program: str, **options: Any) -> Ran:
+        runs.append(runner(program, memory_bytes=memory_bytes, **options))
+        return runs[-1]
+
     if tests.asserts and tests_in == NATIVE:
         passed = run(f"{blocks[-1]}\n{tests.asserts}", time_s=time_s / 2).status == 0
     elif tests.asserts:
         passed = _passes_asserts(blocks[-1], ground_truth, run, time_s)
     else:
         passed = _passes_io(blocks[-1], tests.io, run, time_s)
-    counts = {SUSPICIOUS: float(bool(reaching)), RETRIES: float(run.retries)}
+    counts = {SUSPICIOUS: float(bool(reaching)), RETRIES: float(sum(ran.retries for ran in runs))}
     return Verdict(float(passed), {"exact": float(passed), "answered": 1.0} | {k: v for k, v in counts.items() if v})
 
 
@@ -139,7 +144,11 @@ def _with_imports(tests: str) -> tuple[str, str]:
     """
     unbound = Reading(tests).asked
     imports = {name: import_line for name in unbound if (import_line := _import_statement(name, tests)) is not None}
-    names_used = _names_of_statements(tests)
+    statements = [node for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Assert | ast.Expr | ast.Assign)]
+    names_used = [
+        {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and not hasattr(builtins, inner.id)}
+        for node in statements
+    ]
     for name, statement in list(imports.items()):
         rare = name.islower() and name not in _COMMON_NAMES | _NUMPY_NAMES.keys()
         if statement.startswith("import "):
@@ -152,13 +161,6 @@ def _with_imports(tests: str) -> tuple[str, str]:
         imports = {}
     text = "".join(f"{line}; " for line in sorted(imports.values())) + ("\n" if imports else "") + tests
     return text, Reading(text).refused()
-
-
-def _names_of_statements(tests: str) -> list[set[str]]:
-    """Returns the names that each statement of the tests uses, without builtins."""
-    statements = [node for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Assert | ast.Expr | ast.Assign)]
-    names = [{inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} for node in statements]
-    return [{name for name in used if not hasattr(builtins, name)} for used in names]
 
 
 def _import_statement(name: str, tests: str) -> str | None:
@@ -180,7 +182,7 @@ def _import_statement(name: str, tests: str) -> str | None:
     return None
 
 
-def _passes_asserts(program: str, ground_truth: str, run: "_RetryCounter", time_s: float) -> bool:
+def _passes_asserts(program: str, ground_truth: str, run: Runner, time_s: float) -> bool:
     """Runs the program and its asserts in two processes; ValueError if the asserts cannot be graded that way."""
     tests, reason = read_tests(ground_truth).asserts, refusal_reason(ground_truth)
     tests = tests if reason else _with_imports(tests)[0]
@@ -226,19 +228,7 @@ def _has_asserts(tree: ast.Module) -> bool:
     return bool(framework) or any(isinstance(n, ast.Assert) and id(n) not in idle_nodes for n in nodes)
 
 
-class _RetryCounter:
-    """A runner that sums the retries of its runs."""
-
-    def __init__(self, runner: Runner, memory_bytes: int):
-        self._run, self.retries = functools.partial(runner, memory_bytes=memory_bytes), 0
-
-    def __call__(self, program: str, **options: Any) -> Ran:
-        result = self._run(program, **options)
-        self.retries += result.retries
-        return result
-
-
-def _passes_io(program: str, tests: Sequence[tuple[str, str]], run: _RetryCounter, time_s: float) -> bool:
+def _passes_io(program: str, tests: Sequence[tuple[str, str]], run: Runner, time_s: float) -> bool:
     """Whether the program prints the expected output for each test's input; TimeoutError when `time_s` is over."""
     deadline = time.monotonic() + time_s
     for input_text, expected in tests:

@@ -323,8 +323,9 @@ def _call_rules(name: str, pid: int) -> list[_Step]:
     if name == "socketpair":  # event loops need streams; a socket for datagrams could send to others
         stream = [(_ANY_BIT, 0, 1, _SOCK_STREAM), (_ANY_BIT, 0, 1, _OTHER_SOCKETS), _refuse(errno.EPERM)]
         return [_low(0), (_EQUAL, 1, 0, _AF_UNIX), _refuse(errno.EPERM), _low(1), *stream]
-    if name == "sendto":  # to the other end alone, without an address
-        return [step for load in (_low(4), _high(4)) for step in (load, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM))]
+    if name in ("sendto", "prlimit64"):  # to the other end alone, without an address; reads limits of this process
+        null = (_low(4), _high(4)) if name == "sendto" else (_low(0), _low(2), _high(2))
+        return [step for load in null for step in (load, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM))]
     if name == "fcntl":  # neither leases nor signals to others
         locks = [step for lock in (_F_SETLK, _F_SETLKW) for step in ((_EQUAL, 0, 1, lock), _refuse(0))]
         return [_low(1), *locks, *_allow_only(_FCNTL, errno.EPERM)]
@@ -332,11 +333,6 @@ def _call_rules(name: str, pid: int) -> list[_Step]:
         return [_low(1), *_refuse_values(_TIOCSTI, _FIOSETOWN, _SIOCSPGRP), *_allow_only(_IOCTL, errno.EOPNOTSUPP)]
     if name == "prctl":  # the program may not undo that it ends with its parent, nor become unreadable to it
         return [_low(0), *_refuse_values(kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)]
-    if name == "prlimit64":  # reads limits of this process
-        read = [_low(0), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
-        for load in (_low(2), _high(2)):
-            read += [load, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
-        return read
     # open and openat: before ABI 3, Landlock lets a file opened for reading be truncated
     flags = _low(1 if name == "open" else 2)
     return [flags, (_ANY_BIT, 2, 0, os.O_WRONLY | os.O_RDWR), (_ANY_BIT, 0, 1, os.O_TRUNC), _refuse(errno.EPERM)]

@@ -158,7 +158,8 @@ class Plain:
                     changed.append([number, entry])
         unused = [n for n in self._shared if n not in self._used]
         value = None
-        gone = [n for n in unused[-_MOST:] if sys.getrefcount(self._shared[n]) <= _TABLE and not self._is_view(n)]
+        gone = [n for n in unused[-_MOST:] if sys.getrefcount(self._shared[n]) <= _TABLE]
+        gone = [n for n in gone if getattr(self._shared[n], "base", None) is None]  # no view of an array
         self.forget(gone := [*unused[:-_MOST], *gone])
         self._used.clear()
         return changed, gone
@@ -218,9 +219,6 @@ class Plain:
             items = [self.decode(item) for item in contents]
             target.clear()
             (target.update if type_name == "set" else target.extend)(items)
-
-    def _is_view(self, number: int) -> bool:
-        return getattr(self._shared[number], "base", None) is not None
 
 
 def _is_array(value: object) -> bool:

@@ -8,6 +8,7 @@ be Python's, or would be the program's. Standard library only, as `program.py`.
 import ast
 import builtins
 import importlib
+import re
 from collections.abc import Iterator
 
 from jppo.plugins.sandbox.peer import PLAIN_METHODS
@@ -40,6 +41,7 @@ _OPEN = {"__call__", "__cause__", "__class__", "__contains__", "__doc__", "__get
          "__wrapped__"}  # fmt: skip
 _STATE = {"assertLogs", "assertNoLogs", "flags", "get_state", "getcontext", "getstate", "is_", "is_not", "localcontext",
           "redirect_stderr", "setcontext", "shares_memory", "strides", "warns"}  # fmt: skip
+_JUDGES = re.compile(r"^assert|(?:close|equal)$")
 _SYS = {"float_info", "int_info", "maxsize", "maxunicode", "version_info"}
 _EQUATING = {"assertEqual", "assertNotEqual", "assertIn", "assertNotIn", "assertListEqual", "assertCountEqual",
              "assertGreater", "assertLess", "assertGreaterEqual", "assertLessEqual", "assertSequenceEqual",
@@ -256,7 +258,7 @@ class Reading:
                 yield f"uses {name}"
             case ast.Attribute(value=ast.Name(id="sys"), attr=name) if name not in _SYS:
                 yield f"uses sys.{name}"
-            case ast.Name(id=name) if name in self.asked and len(self.asked) > 1 and _is_judge(name):
+            case ast.Name(id=name) if name in self.asked and len(self.asked) > 1 and _JUDGES.search(name):
                 yield f"takes the program's own {name}: import it, or give it another name"
             case ast.keyword(arg="exit") | ast.Attribute(attr="TextTestRunner") if not self._reads_results:
                 yield "does not look at the result of its test cases"
@@ -382,10 +384,6 @@ def _item_kind(kind: str) -> str:
 
 def _has_assert(function: ast.AST | None) -> bool:
     return function is not None and any(isinstance(inner, ast.Assert) for inner in ast.walk(function))
-
-
-def _is_judge(name: str) -> bool:
-    return name.startswith("assert") or name.endswith(("close", "equal"))
 
 
 def _makes_uncopied(module: str, name: str) -> bool:

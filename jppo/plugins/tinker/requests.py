@@ -100,9 +100,9 @@ def require_known(where: str, body: Body, known: Collection[str]) -> None:
             raise BadRequest(f"{where}{name[:60]}={str(value)[:60]} is not supported; leave it out", status=422)
 
 
-def name_of(body: Body, default: str) -> str:
-    """Returns the name that the request gives a checkpoint; raises BadRequest for one that is not safe as a path."""
-    name: str = field(body, "path", str, default)
+def name_of(body: Body) -> str:
+    """Returns the request's name of a checkpoint, else its number; BadRequest for one that is not safe as a path."""
+    name: str = field(body, "path", str, f"{field(body, 'seq_id', int):06d}")
     if not _NAME.fullmatch(name):
         raise BadRequest(f"path={name[:120]!r} must be a name of letters, digits, '.', '_' and '-', at most 100")
     return name
@@ -273,17 +273,13 @@ def read_message(body: bytes) -> Message:
         raise BadRequest("the body is no protobuf message; send a ForwardBackwardRequest") from e
 
 
-def excess_parts(message: Message) -> str:
-    """Returns why a request with too many parts is refused; '' for others."""
+def read_gradient(message: Message) -> GradientRequest:
+    """Reads a ForwardBackwardRequest; raises BadRequest for too many parts, and for what jppo does not train on."""
     parts = len(message.data) + len(message.options)
     if parts <= _MOST_PARTS:
         parts += sum(len(datum.chunks) + len(datum.inputs) for datum in message.data)
-    problem = f"the request has {parts} examples and arrays or more; send at most {_MOST_PARTS}"
-    return problem if parts > _MOST_PARTS else ""
-
-
-def read_gradient(message: Message) -> GradientRequest:
-    """Reads a ForwardBackwardRequest; raises BadRequest for contents that jppo does not train on."""
+    if parts > _MOST_PARTS:
+        raise BadRequest(f"the request has {parts} examples and arrays or more; send at most {_MOST_PARTS}")
     options = {entry.key: entry.value.number for entry in message.options if entry.value.HasField("number")}
     for entry in message.options:
         if not math.isfinite(options.get(entry.key, math.nan)):

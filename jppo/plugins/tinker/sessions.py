@@ -36,7 +36,10 @@ _MOST_JSON = 2**22  # bytes
 
 
 class Service:
-    """The server without its connections. Methods named as the API's paths take a request's fields."""
+    """The server without its connections.
+
+    Methods named as the API's paths take a request's fields; `answer` calls them with the lock `_changed`.
+    """
 
     def __init__(self, model: Model, name: str, rank: int, *, folder: pathlib.Path, expiry_s: float, max_sessions: int):
         """Serves `model` as the base `name`; `rank` is its adapters', 0 trains whole weights."""
@@ -50,23 +53,25 @@ class Service:
 
     async def answer(self, owner: str, method: str, path: str, body: bytes) -> HttpReply:
         """Answers a request of the key `owner`; raises BadRequest."""
-        self._size = len(body)
-        if method == "GET":
-            return json_reply(self._answer_get(owner, path))
-        if method != "POST":
+        if method not in ("GET", "POST"):
             raise BadRequest(f"{method[:16]} is not supported; send GET or POST", status=405)
+        if (method, path) == ("POST", "retrieve_future"):
+            return await self._retrieve_future(owner, _read_fields(body))
+        with self._changed:
+            self._size = len(body)
+            return json_reply(self._answer_get(owner, path) if method == "GET" else self._post(owner, path, body))
+
+    def _post(self, owner: str, path: str, body: bytes) -> Reply:
+        """Returns the reply to a POST: of the method with the name of the path, or a fixed one."""
         if path == "forward_backward":
-            return json_reply(self.forward_backward(owner, requests.read_message(body)))
+            return self.forward_backward(owner, requests.read_message(body))
         if path.startswith("sessions/") and path.endswith("/finish"):
-            return json_reply(self._finish_session(owner, path.split("/")[1]))
-        if path not in (*_POSTS, "retrieve_future"):
+            return self._finish_session(owner, path.split("/")[1])
+        if path not in (*_POSTS, *_FIXED):
             raise BadRequest(f"there is no POST /api/v1/{path[:80]}; see docs/tinker.md", status=404)
-        if len(body) > _MOST_JSON:
-            raise BadRequest(f"the body has {len(body)} bytes; it must have at most {_MOST_JSON}", status=413)
-        fields = json_object(body or b"{}")
-        if path == "retrieve_future":
-            return await self.retrieve_future(owner, fields)
-        return json_reply(getattr(self, path)(owner, fields))
+        fields = _read_fields(body)
+        reply: Reply = _FIXED[path] if path in _FIXED else getattr(self, path)(owner, fields)
+        return reply
 
     def _answer_get(self, owner: str, path: str) -> Reply:
         """Returns the reply to a GET: health, the server's capabilities, or a sampler."""
@@ -79,33 +84,19 @@ class Service:
             return {"supported_models": [model]}
         kind, _, name = path.partition("/")
         if kind == "samplers":
-            with self._changed:
-                self._find_sampler(owner, name)
+            self._find_sampler(owner, name)
             return {"sampler_id": name, "base_model": self._name, "model_path": None}
         raise BadRequest(f"there is no GET /api/v1/{path[:80]}; see docs/tinker.md", status=404)
-
-    def client_config(self, owner: str, body: Body) -> Reply:
-        """Returns the client's features: its defaults without those of a larger service."""
-        return {"pjwt_auth_enabled": False, "use_pyqwest_transport": False, "fwdbwd_max_chunk_len": 1024}
-
-    def client_dynamic_config(self, owner: str, body: Body) -> Reply:
-        """Returns the client's features that may change: none."""
-        return {}
-
-    def telemetry(self, owner: str, body: Body) -> Reply:
-        """Drops what the client reports."""
-        return {"status": "accepted"}
 
     def create_session(self, owner: str, body: Body) -> Reply:
         """Starts a session."""
         session = Session(secrets.token_hex(8), owner, time.monotonic())
-        with self._changed:
-            if len(self._sessions) >= self._max_sessions:
-                raise BadRequest(
-                    f"{len(self._sessions)} sessions are open, and at most --sessions={self._max_sessions} may be; wait"
-                    f" {self._expiry_s:g} s after a client has gone, or start the server with more"
-                )
-            self._sessions[session.id] = session
+        if len(self._sessions) >= self._max_sessions:
+            raise BadRequest(
+                f"{len(self._sessions)} sessions are open, and at most --sessions={self._max_sessions} may be; wait"
+                f" {self._expiry_s:g} s after a client has gone, or start the server with more"
+            )
+        self._sessions[session.id] = session
         warning = "saved states stay beyond ttl_seconds, since jppo deletes none"
         if self._rank:
             warning += (
@@ -114,22 +105,19 @@ class Service:
         return {"type": "create_session", "session_id": session.id, "warning_message": warning}
 
     def session_heartbeat(self, owner: str, body: Body) -> Reply:
-        """Keeps a session from expiring."""
-        with self._changed:
-            self._find_session(owner, field(body, "session_id", str))
+        self._find_session(owner, field(body, "session_id", str))
         return {"type": "session_heartbeat"}
 
     def _finish_session(self, owner: str, id: str) -> Reply:
         """Queues the end of a session, after its requests."""
-        with self._changed:
-            session = self._find_session(owner, id)
+        session = self._find_session(owner, id)
 
-            def end_session() -> Reply:
-                with self._changed:
-                    self._end_session(session)
-                return {}
+        def end_session() -> Reply:
+            with self._changed:
+                self._end_session(session)
+            return {}
 
-            self._queue_at_once(session, f"{id}:finish", end_session)
+        self._queue_at_once(session, f"{id}:finish", end_session)
         return {"type": "finish_session"}
 
     def create_model(self, owner: str, body: Body) -> Reply:
@@ -141,39 +129,32 @@ class Service:
         self, owner: str, body: Body, seed: int | None, checkpoint: tuple[pathlib.Path, bool] | None
     ) -> Reply:
         """Queues the making of a model, from a `checkpoint` if given: its folder, and whether its optimizer is read."""
-        with self._changed:
-            session = self._find_session(owner, field(body, "session_id", str))
-            model = SessionModel(f"{session.id}:train:{field(body, 'model_seq_id', int)}")
-            if model.id in session.models:
-                return self._future_reply(session.futures.get(f"{model.id}:0"), model.id)
-            if len(session.models) >= _MOST_MODELS:
-                raise BadRequest(f"the session has {_MOST_MODELS} models, the most; start another session")
+        session = self._find_session(owner, field(body, "session_id", str))
+        model = SessionModel(f"{session.id}:train:{field(body, 'model_seq_id', int)}")
+        if model.id in session.models:
+            return self._future_reply(session.futures.get(f"{model.id}:0"), model.id)
+        if len(session.models) >= _MOST_MODELS:
+            raise BadRequest(f"the session has {_MOST_MODELS} models, the most; start another session")
 
-            def make_model() -> Reply:
-                model.model = self._base.another(seed=secrets.randbelow(2**31) if seed is None else seed)
-                if checkpoint is not None:
-                    model.model.load(checkpoint[0], optimizer=checkpoint[1])
-                kind = "create_model" if checkpoint is None else "load_weights"
-                return {"model_id": model.id, "type": kind, "path": None}
+        def make_model() -> Reply:
+            model.model = self._base.another(seed=secrets.randbelow(2**31) if seed is None else seed)
+            if checkpoint is not None:
+                model.model.load(checkpoint[0], optimizer=checkpoint[1])
+            kind = "create_model" if checkpoint is None else "load_weights"
+            return {"model_id": model.id, "type": kind, "path": None}
 
-            future = self._queue_at_once(session, f"{model.id}:0", make_model)
-            session.models[model.id] = model
-            return self._future_reply(future, model.id)
+        future = self._queue_at_once(session, f"{model.id}:0", make_model)
+        session.models[model.id] = model
+        return self._future_reply(future, model.id)
 
     def get_info(self, owner: str, body: Body) -> Reply:
-        """Describes a model."""
-        with self._changed:
-            _, model = self._find_model(owner, field(body, "model_id", str))
+        _, model = self._find_model(owner, field(body, "model_id", str))
         data = {"arch": "transformer", "model_name": self._name, "tokenizer_id": self._name}
         description = {"type": "get_info", "model_id": model.id, "model_name": self._name, "model_data": data}
         return description | {"is_lora": bool(self._rank), "lora_rank": self._rank or None}
 
     def forward_backward(self, owner: str, message: requests.Message) -> Reply:
-        """Queues a gradient, or with forward_only log-probs; too many parts give an error as the result."""
-        excess = requests.excess_parts(message)
-
-        def refuse(_: Model) -> bytes:
-            raise BadRequest(excess)
+        """Queues a gradient, or with forward_only log-probs."""
 
         def compute(model: Model) -> bytes:
             """Adds the gradient of the request's loss, or computes log-probs; returns the binary reply."""
@@ -194,7 +175,7 @@ class Service:
             rows = [logprob[i, : len(x)] for i, x in enumerate(targets)]
             return requests.gradient_message(rows, {} if loss_sum is None else {"loss:sum": loss_sum})
 
-        return self._queue_in_order(owner, message.model_id, message.seq_id, refuse if excess else compute)
+        return self._queue_in_order(owner, message.model_id, message.seq_id, compute)
 
     def optim_step(self, owner: str, body: Body) -> Reply:
         """Queues a step of AdamW with the accumulated gradient and the request's hyperparameters."""
@@ -213,7 +194,7 @@ class Service:
             requests.require_known(
                 "", body, ("model_id", "path", "seq_id", "overwrite", "user_metadata", "ttl_seconds", "type")
             )
-            name = requests.name_of(body, f"{field(body, 'seq_id', int):06d}")
+            name = requests.name_of(body)
             path = requests.checkpoint_folder(self._folder, owner, f"{field(body, 'model_id', str)}/weights/{name}")
             if path.exists() and not field(body, "overwrite", bool, False):
                 raise BadRequest(f"path={name!r} exists; take another name, or overwrite=True")
@@ -275,7 +256,7 @@ class Service:
                     if len(session_model.unnamed_samplers) > UNNAMED:
                         session.samplers[session_model.unnamed_samplers.popleft()] = None
                 return reply | {"sampling_session_id": sampler}
-            name = requests.name_of(body, f"{field(body, 'seq_id', int):06d}")
+            name = requests.name_of(body)
             if name not in session_model.named_weights and len(session_model.named_weights) >= NAMED:
                 raise BadRequest(f"path={name!r}: {NAMED} sets of weights are kept for sampling; reuse a name")
             weights = model.keep()
@@ -289,22 +270,21 @@ class Service:
 
     def create_sampling_session(self, owner: str, body: Body) -> Reply:
         """Names a sampler of kept weights or of the base model."""
-        with self._changed:
-            session = self._find_session(owner, field(body, "session_id", str))
-            path, weights = body.get("model_path"), None
-            if path is not None:
-                parts = field(body, "model_path", str).removeprefix(requests.SCHEME).split("/")
-                if len(parts) == 3 and parts[1] == "sampler_weights":
-                    weights = self._find_model(owner, parts[0])[1].named_weights.get(parts[2])
-            elif field(body, "base_model", str) == self._name:
-                weights = self._base_weights
-            if weights is None:
-                requested = path if path is not None else body.get("base_model")
-                raise BadRequest(
-                    f"{str(requested)[:160]!r} is no model to sample from; save_weights_for_sampler", status=404
-                )
-            sampler = f"{session.id}:sample:{field(body, 'sampling_session_seq_id', int)}"
-            session.name_sampler(sampler, session.samplers.get(sampler, weights))
+        session = self._find_session(owner, field(body, "session_id", str))
+        path, weights = body.get("model_path"), None
+        if path is not None:
+            parts = field(body, "model_path", str).removeprefix(requests.SCHEME).split("/")
+            if len(parts) == 3 and parts[1] == "sampler_weights":
+                weights = self._find_model(owner, parts[0])[1].named_weights.get(parts[2])
+        elif field(body, "base_model", str) == self._name:
+            weights = self._base_weights
+        if weights is None:
+            requested = path if path is not None else body.get("base_model")
+            raise BadRequest(
+                f"{str(requested)[:160]!r} is no model to sample from; save_weights_for_sampler", status=404
+            )
+        sampler = f"{session.id}:sample:{field(body, 'sampling_session_seq_id', int)}"
+        session.name_sampler(sampler, session.samplers.get(sampler, weights))
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def asample(self, owner: str, body: Body) -> Reply:
@@ -318,17 +298,16 @@ class Service:
         score_only = len(prompt) > d.max_prompt_length
         scored = requests.scored_count(body, prompt)
         sampler = field(body, "sampling_session_id", str)
-        with self._changed:
-            session, weights = self._find_sampler(owner, sampler)
-            id = f"{sampler}:{seq_id}"
-            if id not in session.futures:
-                # requests of one group are sampled in one call
-                group = (sampler, id if "seed" in options else "", scored is None, score_only, *sorted(options.items()))
-                self._queue_at_once(session, id, None, SampleRequest(weights, prompt, options, scored), group)
-            reply = self._future_reply(session.futures[id], None)
+        session, weights = self._find_sampler(owner, sampler)
+        id = f"{sampler}:{seq_id}"
+        if id not in session.futures:
+            # requests of one group are sampled in one call
+            group = (sampler, id if "seed" in options else "", scored is None, score_only, *sorted(options.items()))
+            self._queue_at_once(session, id, None, SampleRequest(weights, prompt, options, scored), group)
+        reply = self._future_reply(session.futures[id], None)
         return reply | {"sample_sequence_ids": [] if score_only else [f"{id}:{i}" for i in range(options["n"])]}
 
-    async def retrieve_future(self, owner: str, body: Body) -> HttpReply:
+    async def _retrieve_future(self, owner: str, body: Body) -> HttpReply:
         """Returns the result of a request, or 408 after a while."""
         id = field(body, "request_id", str)
         with self._changed:
@@ -394,32 +373,31 @@ class Service:
 
     def _queue_in_order(self, owner: str, model_id: str, number: int, call: Callable[[Model], Any]) -> Reply:
         """Queues request `number` of a model, to `call` it after those with lower numbers; returns the reply."""
-        with self._changed:
-            session, session_model = self._find_model(owner, model_id)
-            id = f"{session_model.id}:{number}"
-            if number < session_model.next_number:
-                return self._future_reply(session.futures.get(id), session_model.id)
-            if number - session_model.next_number >= _MOST_EARLY:
-                problem = f"the next is {session_model.next_number}, and at most {_MOST_EARLY} later ones wait"
-                raise BadRequest(f"seq_id={number}: {problem}; send it after a result", status=429)
+        session, session_model = self._find_model(owner, model_id)
+        id = f"{session_model.id}:{number}"
+        if number < session_model.next_number:
+            return self._future_reply(session.futures.get(id), session_model.id)
+        if number - session_model.next_number >= _MOST_EARLY:
+            problem = f"the next is {session_model.next_number}, and at most {_MOST_EARLY} later ones wait"
+            raise BadRequest(f"seq_id={number}: {problem}; send it after a result", status=429)
 
-            def call_model() -> Any:
-                if session_model.model is None:
-                    raise BadRequest("the model could not be made; see the result of its creation")
-                return call(session_model.model)
+        def call_model() -> Any:
+            if session_model.model is None:
+                raise BadRequest("the model could not be made; see the result of its creation")
+            return call(session_model.model)
 
-            if number not in session_model.early_futures:
-                # Beyond the bounds, too, where all unfinished ones are early: they would wait for this one for ever.
-                all_early = session.unfinished == sum(len(other.early_futures) for other in session.models.values())
-                needed = all_early and number == session_model.next_number
-                new = Future(id, session, call_model, size=self._size)
-                session_model.early_futures[number] = session.accept(new, needed=needed)
-            future = session_model.early_futures[number]
-            while (ready := session_model.early_futures.pop(session_model.next_number, None)) is not None:
-                session_model.next_number += 1
-                self._queue.append(ready)
-            self._changed.notify_all()
-            return self._future_reply(future, session_model.id)
+        if number not in session_model.early_futures:
+            # Beyond the bounds, too, where all unfinished ones are early: they would wait for this one for ever.
+            all_early = session.unfinished == sum(len(other.early_futures) for other in session.models.values())
+            needed = all_early and number == session_model.next_number
+            new = Future(id, session, call_model, size=self._size)
+            session_model.early_futures[number] = session.accept(new, needed=needed)
+        future = session_model.early_futures[number]
+        while (ready := session_model.early_futures.pop(session_model.next_number, None)) is not None:
+            session_model.next_number += 1
+            self._queue.append(ready)
+        self._changed.notify_all()
+        return self._future_reply(future, session_model.id)
 
     def _queue_at_once(
         self, session: Session, id: str, call: Callable[[], Reply] | None, sample: SampleRequest | None = None,
@@ -468,8 +446,19 @@ class Service:
         return session, weights
 
 
+def _read_fields(body: bytes) -> Body:
+    """Parses the JSON of a request."""
+    if len(body) > _MOST_JSON:
+        raise BadRequest(f"the body has {len(body)} bytes; it must have at most {_MOST_JSON}", status=413)
+    return json_object(body or b"{}")
+
+
 _POSTS = (
-    "client_config", "client_dynamic_config", "telemetry", "create_session", "session_heartbeat", "create_model",
-    "get_info", "optim_step", "save_weights", "load_weights", "save_weights_for_sampler", "create_sampling_session",
-    "asample",
+    "create_session", "session_heartbeat", "create_model", "get_info", "optim_step", "save_weights", "load_weights",
+    "save_weights_for_sampler", "create_sampling_session", "asample",
 )  # fmt: skip
+_FIXED: dict[str, Reply] = {  # replies that do not depend on the request
+    "client_config": {"pjwt_auth_enabled": False, "use_pyqwest_transport": False, "fwdbwd_max_chunk_len": 1024},
+    "client_dynamic_config": {},
+    "telemetry": {"status": "accepted"},  # and dropped
+}

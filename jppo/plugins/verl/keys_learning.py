@@ -1,6 +1,6 @@
 """verl's settings of data, algorithm, actor and critic, their optimizers, training engines and profilers."""
 
-from jppo.plugins.verl.name import KeyRow, missing, needless, same, within
+from jppo.plugins.verl.name import KeyRow, alike, missing, needless, same, within
 
 _PACKED = "packing does it: no row is padded to the longest, and rows are cut by tokens"
 _OTHERS = "it is of another engine of verl; jppo has one"
@@ -18,14 +18,10 @@ DATA = (
     same("data.train_batch_size", "data.train_batch_size", 1024, "batch", "prompts between two publishes"),
     same("data.val_batch_size", "data.val_batch_size", convert="off"),
     same("data.val_max_samples", "data.val_max_samples", convert="off"),
-    same("data.max_prompt_length", "data.max_prompt_length", 512),
-    same("data.max_response_length", "data.max_response_length", 512),
-    same("data.filter_overlong_prompts", "data.filter_overlong_prompts", False),
+    *alike("data", "data", max_prompt_length=512, max_response_length=512, filter_overlong_prompts=False, shuffle=True,
+      prompt_key=None, reward_fn_key=None),
     same("data.truncation", "data.truncation", "error", "cut_prompts"),
-    same("data.shuffle", "data.shuffle", True),
     same("data.seed", "trainer.seed", why="jppo has one seed for everything"),
-    same("data.prompt_key", "data.prompt_key"),
-    same("data.reward_fn_key", "data.reward_fn_key"),
     same("data.train_max_samples", "data.train_max_samples", convert="off", why="the first rows; verl samples them"),
     same("data.apply_chat_template_kwargs", "data.apply_chat_template_kwargs", convert="arguments"),
     *missing("verl's is a torch Dataset; data.custom_cls=PATH.py:CLASS names a class that yields rows",
@@ -85,16 +81,13 @@ TUNING = (  # of fine-tuning: its data.*
 
 ALGORITHM = (
     same("algorithm.adv_estimator", "algorithm.adv_estimator", "gae", "adv_estimator"),
-    same("algorithm.gamma", "algorithm.gamma", 1.0),
-    same("algorithm.lam", "algorithm.lam", 1.0),
-    same("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std_in_grpo", True),
+    *alike("algorithm", "algorithm", gamma=1.0, lam=1.0, norm_adv_by_std_in_grpo=True, use_kl_in_reward=False,
+      kl_penalty="kl"),
     same("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_keys", convert="reward_parts", only=_GDPO,
       why="KEY of a reward function's dict is function_score/KEY, of a rule rule_score/KEY"),
     same("algorithm.gdpo_reward_weights", "algorithm.gdpo_reward_weights", convert="commas", only=_GDPO),
     same("algorithm.rollout_correction", "algorithm.rollout_correction",
       why="a preset of RolloutCorrectionConfig by its name, which verl itself has only in Python"),
-    same("algorithm.use_kl_in_reward", "algorithm.use_kl_in_reward", False),
-    same("algorithm.kl_penalty", "algorithm.kl_penalty", "kl"),
     same("algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef", 0.001),
     same("algorithm.kl_ctrl.type", "algorithm.kl_ctrl_type", "fixed", "controller"),
     same("algorithm.kl_ctrl.horizon", "algorithm.horizon", 10000),
@@ -131,15 +124,13 @@ ACTOR = (
       why="sequences, times the longest prompt and response, over mesh.sequence"),
     same("A.ppo_micro_batch_size", "actor.max_tokens_per_device", convert="all_micro_tokens",
       why="the same, of all GPUs together"),
-    same("A.ppo_epochs", "actor.ppo_epochs", 1),
-    same("A.shuffle", "actor.shuffle", False),
+    *alike("A", "actor", ppo_epochs=1, shuffle=False, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0,
+      tau_pos=1.0, tau_neg=1.05, loss_agg_mode="token-mean", loss_scale_factor=None, entropy_coeff=0.0,
+      use_kl_loss=False, kl_loss_coef=0.001, kl_loss_type="low_var_kl"),
     same("A.use_prefix_grouper", "data.packing", convert="shared_prompts", why="True is prefix, with rollout.n above 1",
       only="R.n!=1"),
     same("A.clip_ratio", "actor.clip_ratio", 0.2,
       why="verl reads clip_ratio_low and clip_ratio_high, 0.2 each unless they are given"),
-    same("A.clip_ratio_low", "actor.clip_ratio_low", 0.2),
-    same("A.clip_ratio_high", "actor.clip_ratio_high", 0.2),
-    same("A.clip_ratio_c", "actor.clip_ratio_c", 3.0),
     same("A.policy_loss.loss_mode", "actor.loss_mode", "vanilla", "loss_mode",
       "bypass_mode is vanilla, or gpg with loss_type=reinforce"),
     *(same(f"A.policy_loss.{name}", f"actor.{name}", only="A.policy_loss.loss_mode=clip_cov")
@@ -147,15 +138,7 @@ ACTOR = (
     *(same(f"A.policy_loss.{name}", f"actor.{name}", only="A.policy_loss.loss_mode=kl_cov")
       for name in ("kl_cov_ratio", "ppo_kl_coef")),
     same("A.policy_loss.dro_beta", "actor.dro_beta", only="A.policy_loss.loss_mode=dro"),
-    same("A.tau_pos", "actor.tau_pos", 1.0),
-    same("A.tau_neg", "actor.tau_neg", 1.05),
-    same("A.loss_agg_mode", "actor.loss_agg_mode", "token-mean"),
-    same("A.loss_scale_factor", "actor.loss_scale_factor"),
-    same("A.entropy_coeff", "actor.entropy_coeff", 0.0),
     same("A.calculate_entropy", "actor.calculate_entropy", why="a metric; it is no part of the loss"),
-    same("A.use_kl_loss", "actor.use_kl_loss", False),
-    same("A.kl_loss_coef", "actor.kl_loss_coef", 0.001),
-    same("A.kl_loss_type", "actor.kl_loss_type", "low_var_kl"),
     same("A.ulysses_sequence_parallel_size", "mesh.sequence", 1),
     same("A.checkpoint.save_contents", "trainer.save_contents", convert="contents", why="with model and extra"),
     *needless(_PACKED, "A.use_dynamic_bsz A.use_remove_padding A.pad_to_length*"),
@@ -182,11 +165,8 @@ CRITIC = (
     same("critic.model.lora_alpha", "critic.lora_alpha", 16, "critic_lora"),
     same("critic.ppo_mini_batch_size", "critic.ppo_mini_batch_size", convert="times_n",
       why="the same; else the actor's"),
-    same("critic.ppo_epochs", "critic.ppo_epochs", "=A.ppo_epochs"),
-    same("critic.shuffle", "critic.shuffle", "=A.shuffle"),
-    same("critic.loss_agg_mode", "critic.loss_agg_mode"),
-    same("critic.loss_scale_factor", "critic.loss_scale_factor"),
-    same("critic.cliprange_value", "critic.cliprange_value", 0.5),
+    *alike("critic", "critic", ppo_epochs="=A.ppo_epochs", shuffle="=A.shuffle", loss_agg_mode=None,
+      loss_scale_factor=None, cliprange_value=0.5),
     *missing("gae has a critic, the other estimators have none", "critic.enable", off=(True,)),
     *needless("the critic's micro-batches are the actor's, of actor.max_tokens_per_device",
       "critic.ppo_micro_batch_size* critic.ppo_max_token_len_per_gpu critic.forward_micro_batch_size*"
@@ -276,10 +256,7 @@ def _engine(model: str, section: str) -> tuple[KeyRow, ...]:
           *needless("all models share the actor's mesh", f"{fsdp}.fsdp_size {megatron}.*_parallel_size"),
           *needless("all models have the dtypes of model.*", within(fsdp, "model_dtype dtype")),
         )  # fmt: skip
-    offloads: tuple[KeyRow, ...] = (
-      same(f"{fsdp}.param_offload", f"{section}.param_offload", False),
-      same(f"{fsdp}.optimizer_offload", f"{section}.optimizer_offload", False),
-    )  # fmt: skip
+    offloads = alike(fsdp, section, param_offload=False, optimizer_offload=False)
     if section == "ref":
         offloads = (
           same(f"{fsdp}.param_offload", "ref.param_offload", convert="ref_offload"),

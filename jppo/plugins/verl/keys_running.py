@@ -1,6 +1,6 @@
 """verl's settings of model, reference, rollout, reward, trainer, and all others."""
 
-from jppo.plugins.verl.name import missing, needless, same
+from jppo.plugins.verl.name import alike, missing, needless, same
 
 _ENGINE = "it affects the engine's speed alone; rollout.engine_args takes the server's own options"
 
@@ -68,16 +68,12 @@ REF = (
 
 ROLLOUT = (
     same("R.name", "rollout.name", "vllm", "engine"),
-    same("R.n", "rollout.n", 1),
+    *alike("R", "rollout", n=1, top_p=1.0, ignore_eos=False, gpu_memory_utilization=0.5, enforce_eager=False,
+      max_num_seqs=256),
     same("R.temperature", "rollout.temperature", 1.0, "drawn"),
-    same("R.top_p", "rollout.top_p", 1.0),
     same("R.top_k", "rollout.top_k", -1, "top_k"),
-    same("R.ignore_eos", "rollout.ignore_eos", False),
     same("R.dtype", "rollout.dtype", "bfloat16", "dtype"),
-    same("R.gpu_memory_utilization", "rollout.gpu_memory_utilization", 0.5),
-    same("R.enforce_eager", "rollout.enforce_eager", False),
     same("R.tensor_model_parallel_size", "rollout.tensor_model_parallel_size", 2, "group"),
-    same("R.max_num_seqs", "rollout.max_num_seqs", 256),
     same("R.max_concurrent_requests", "rollout.max_concurrent_requests", convert="off"),
     same("R.prompt_length", "data.max_prompt_length"),
     same("R.response_length", "data.max_response_length"),
@@ -86,10 +82,9 @@ ROLLOUT = (
     same("R.engine_kwargs.vllm", "rollout.engine_args", convert="vllm_args"),
     same("R.engine_kwargs.sglang", "rollout.engine_args", convert="sglang_args"),
     same("R.expert_parallel_size", "rollout.engine_args", convert="served_experts"),
-    same("VAL.temperature", "rollout.val_kwargs.temperature", 0.0),
+    *alike("VAL", "rollout.val_kwargs", temperature=0.0, n=1),
     same("VAL.top_p", "rollout.val_kwargs.top_p", 1.0, "unless_greedy"),
     same("VAL.top_k", "rollout.val_kwargs.top_k", -1, "top_k_unless_greedy"),
-    same("VAL.n", "rollout.val_kwargs.n", 1),
     *needless("verl 0.9.1 tests by val_kwargs.temperature, whatever this says; 0 is greedy", "VAL.do_sample"),
     same("TURNS.enable", "rollout.multi_turn.enable", False, "conversing"),
     same("R.agent.default_agent_loop", "rollout.multi_turn.enable", convert="agent_loop",
@@ -185,16 +180,13 @@ REWARD = (
 )  # fmt: skip
 
 TRAINER = (
-    same("trainer.total_epochs", "trainer.total_epochs", 30),
+    *alike("trainer", "trainer", total_epochs=30, project_name="verl_examples", experiment_name="gsm8k",
+      val_before_train=True, val_only=False),
     same("trainer.total_training_steps", "trainer.total_training_steps", convert="steps"),
-    same("trainer.project_name", "trainer.project_name", "verl_examples"),
-    same("trainer.experiment_name", "trainer.experiment_name", "gsm8k"),
     same("trainer.logger", "trainer.logger", ["console", "wandb"], "logger_names", "jsonl is always written"),
     same("trainer.log_val_generations", "trainer.log_val_generations", 0, "at_least_0"),
     same("trainer.save_freq", "trainer.save_freq", -1, "interval"),
     same("trainer.test_freq", "trainer.test_freq", -1, "interval"),
-    same("trainer.val_before_train", "trainer.val_before_train", True),
-    same("trainer.val_only", "trainer.val_only", False),
     same("trainer.critic_warmup", "trainer.critic_warmup", 0, "critic_warmup",
       "N lasts N - 1 steps in verl, N in jppo"),
     same("trainer.resume_mode", "trainer.resume_mode", "auto", "resume_mode"),

@@ -48,6 +48,11 @@ def same(key: str, setting: str, default: Any = None, convert: str = "as_is", wh
     return KeyRow(key_of(key), "same", setting, convert, default, why, only=key_of(only))
 
 
+def alike(place: str, section: str, **defaults: Any) -> tuple[KeyRow, ...]:
+    """Makes rows of keys of a place that have the same names in a section of jppo, with verl's defaults."""
+    return tuple(same(f"{place}.{name}", f"{section}.{name}", default) for name, default in defaults.items())
+
+
 def needless(why: str, keys: str) -> tuple[KeyRow, ...]:
     """Makes rows of keys without a meaning in jppo."""
     return tuple(KeyRow(key, "needless", why=why) for key in _keys(keys))

@@ -211,11 +211,6 @@ def schedule(value: str | None, _: GetKey) -> str:
     return str(value)
 
 
-def share_of_lr(value: float | None, get: GetKey, optim: str) -> float:
-    rate: float = value_or(value, 0.0) / get(f"{optim}.lr")
-    return rate
-
-
 def server_args(value: dict[str, Any] | None, get: GetKey, engine: str) -> str:
     """Returns the options of `engine`'s command line from a dict; Needless where another engine samples."""
     if served_by(get) != engine:
@@ -381,8 +376,8 @@ CONVERSIONS: dict[str, Callable[[Any, GetKey], Any]] = {
     "sleep": lambda value, _: 2 if value else 0,
     "times_n": lambda value, get: required(value) * get("R.n"),
     "critic_warmup": lambda value, _: max(0, value - 1),
-    "of_actor_lr": lambda value, get: share_of_lr(value, get, "A.optim"),
-    "of_critic_lr": lambda value, get: share_of_lr(value, get, "critic.optim"),
+    "of_actor_lr": lambda value, get: value_or(value, 0.0) / get("A.optim.lr"),
+    "of_critic_lr": lambda value, get: value_or(value, 0.0) / get("critic.optim.lr"),
     "vllm_args": lambda value, get: server_args(value, get, "vllm"),
     "sglang_args": lambda value, get: server_args(value, get, "sglang"),
     "actor_warmup_ratio": lambda value, get: warmup_ratio(value, get, "A"),

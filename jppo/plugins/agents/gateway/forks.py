@@ -125,13 +125,10 @@ def call_with_task(function: Callable[..., Any]) -> int:
     returned = function(json.loads(sys.stdin.readline()))
     returned = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
     if returned is not None:
-        print(f"\n{json.dumps(returned, default=_to_json)}")  # on a separate line
+        # On a separate line; numbers of numpy and torch as Python's.
+        text = json.dumps(returned, default=lambda value: value.item() if hasattr(value, "item") else str(value))
+        print(f"\n{text}")
     return 0
-
-
-def _to_json(value: Any) -> Any:
-    """Returns a number of numpy or torch as Python's, and any other object as text."""
-    return value.item() if hasattr(value, "item") else str(value)
 
 
 def _execute(command: list[str]) -> int:
