@@ -348,7 +348,8 @@ def main() -> None:
         drawn = [mutant for mutant in drawn if str(mutant) in lived]
     for name in IMPORTED:
         importlib.import_module(name)
-    done, alive, records = multiprocessing.SimpleQueue(), [], []
+    done, alive = multiprocessing.SimpleQueue(), []
+    records: list[dict[str, Any]] = []
     rooms: dict[str, collections.Counter[bool]] = collections.defaultdict(collections.Counter)
     with tempfile.TemporaryDirectory() as programs:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = programs  # one for all mutants

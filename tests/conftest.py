@@ -46,9 +46,11 @@ jax.config.update("jax_debug_key_reuse", True)
 PROGRAMS = programs.share()
 QUICK = "jax_disable_most_optimizations"
 # Files that take longest start first, so that both workers end at the same time.
-LONG = ["test_train", "test_recipes", "test_invariance", "test_supervised", "test_decoder", "test_resume"]
-LONG += ["test_inprocess", "test_hf", "test_memory", "test_hosts", "test_real_vllm", "test_optimizers", "test_lora"]
-LONG += ["test_chat", "test_fused", "test_prefix", "test_accounts"]
+LONG = ["test_hosts", "test_invariance", "test_api", "test_gateway", "test_decoder", "test_hf", "test_inprocess"]
+LONG += ["test_real_vllm", "test_extension", "test_resume", "test_sandbox", "test_program_tests", "test_properties"]
+LONG += ["test_api_losses", "test_fleet", "test_experts", "test_sandbox_hostile", "test_http_server", "test_pool"]
+LONG += ["test_watchdog", "test_agreement", "test_kernels", "test_train", "test_recipes", "test_supervised"]
+LONG += ["test_extending", "test_lora", "test_verl_bash"]
 # Tests that take longest; other cases, or other tests of the same thing, remain in `make test`.
 SLOW = pathlib.Path(__file__).with_name("slow.txt")
 MAPS = pathlib.Path("/proc/self/maps")

@@ -202,7 +202,7 @@ def test_a_stage_that_hangs_is_named_and_ended(tmp_path):
 
 
 def test_a_stage_is_timed_from_when_the_one_within_it_ended(tmp_path):
-    body = 'hang("gen", 0.8); hang("reward", 0.8); hang("testing", 0.8)'  # 2.4 s in all, none near 2 s
-    process = start(tmp_path, body, stage_s=2.0)
+    body = 'hang("gen", 1.0); hang("reward", 1.0); hang("testing", 1.0)'  # 3 s in all, none near 2.5 s
+    process = start(tmp_path, body, stage_s=2.5)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and out.endswith("the step after\n") and err == ""

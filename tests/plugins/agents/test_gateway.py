@@ -540,7 +540,7 @@ def test_requests_that_a_client_has_given_up_end_in_the_engine(hermes, run, clie
     program = f"""
     import {client}
     try:
-        how = dict(model="policy", messages=[{{"role": "user", "content": "hi"}}], max_tokens=9, timeout=1.0)
+        how = dict(model="policy", messages=[{{"role": "user", "content": "hi"}}], max_tokens=9, timeout=2.0)
         client = {client}.{"OpenAI" if client == "openai" else "Anthropic"}(max_retries=2)
         client.{"chat.completions" if client == "openai" else "messages"}.create(**how)
     except {client}.APITimeoutError:

@@ -168,14 +168,14 @@ def test_calls_that_wait_for_a_slot_are_not_late(user_code):
         async def __call__(self, arguments, context):
             self.at_once += 1
             self.most = max(self.most, self.at_once)
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.4)
             self.at_once -= 1
             return "done"
 
     tool = One()
-    said, told = ask(tool, *[{}] * 6, user_code=user_code, timeout_s=1.0)  # less than all six take
+    said, told = ask(tool, *[{}] * 6, user_code=user_code, timeout_s=2.0)  # less than all six take
     assert said == ["done"] * 6 and told.errors == 0 and tool.most == 1
-    assert ask(tool, *[{}] * 2, user_code=user_code, timeout_s=1.0)[0] == said[:2]  # on the loop of another step
+    assert ask(tool, *[{}] * 2, user_code=user_code, timeout_s=2.0)[0] == said[:2]  # on the loop of another step
 
 
 def test_what_hangs_ends_with_the_run():

@@ -164,7 +164,7 @@ class Faults:
 @pytest.mark.parametrize("api_type", DOORS)
 def test_every_sample_ends_with_its_score_or_with_an_error(serve, api_type):
     faults = Faults()
-    server, part = serve(faults, api_type, timeout_s=3.0, concurrency=16, retries=3)
+    server, part = serve(faults, api_type, timeout_s=6.0, concurrency=16, retries=3)
     futures = {}
 
     def submit(indices):

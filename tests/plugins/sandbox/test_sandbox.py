@@ -198,7 +198,7 @@ try:
 except OSError:
     pass
 print("locked", flush=True)
-time.sleep(1.5)
+time.sleep(3)
 """
 
 

@@ -212,12 +212,12 @@ def test_a_server_that_stands_still_is_started_again(start):
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 def test_an_update_meets_no_answer_under_way(start, monkeypatch, mode):
-    monkeypatch.setenv("FAKE_TOKEN_S", "0.1")
+    monkeypatch.setenv("FAKE_TOKEN_S", "0.2")
     sampler = start()
     old, new = weights(1), weights(2)
     sampler.load(old.items(), version=1)
     going = sampler.start(PROMPTS, dataclasses.replace(SAMPLING, ignore_eos=True))
-    time.sleep(0.25)
+    time.sleep(0.45)
     sampler.load(new.items(), version=2, mode=mode)
     assert not going.done() or mode == "wait"
     for t in going.result():
