@@ -22,13 +22,13 @@ import rich.table
 
 from jppo import child_process, settings, statistics
 from jppo.errors import UserError, expanded, one_line
+from jppo.learner.make import open_mesh
 from jppo.rewards.make import make_reward_sum
 from jppo.rollout.make import open_engine, share_gpu, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_checkpoint
 from jppo.run import validation
 from jppo.run.inputs import Inputs, engine_arguments, read_test
-from jppo.run.make import open_mesh
 from jppo.run.validation import TestResult
 from jppo.runlog import durable_files
 from jppo.runlog.console import Display

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
+from jppo import process  # corrects the sums of XLA, whoever makes a learner
 from jppo.errors import UserError
 from jppo.learner import cost, optim, packing, score, sharding, state, update
 from jppo.learner.trainable import CompiledLoss, Trainable
@@ -49,6 +49,13 @@ def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> jax.sha
         require_host_memory(c, devices[0])
     shape = sharding.mesh_shape(len(devices), **{axis: getattr(c.mesh, axis) for axis in sharding.AXES})
     return sharding.mesh_of_shape(shape, devices)
+
+
+def open_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """Makes the config's mesh, of these devices or all, and prepares the process for them."""
+    mesh = make_mesh(c, devices)
+    process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
+    return mesh
 
 
 def make_adapters(c: Common, critic: Critic | None = None) -> Lora | None:

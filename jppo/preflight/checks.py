@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jppo import process, settings
 from jppo.errors import expanded
+from jppo.learner.make import open_mesh
 from jppo.learner.ppo import StepLearner
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview
 from jppo.preflight.finding import Check, Finding, examine
@@ -21,7 +22,7 @@ from jppo.rollout.make import make_publish_settings, open_engine, published_dtyp
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run import agreement
 from jppo.run.inputs import Inputs, engine_arguments, read_inputs, require_reward
-from jppo.run.make import list_run_programs, make_learner, open_mesh, run_programs
+from jppo.run.make import list_run_programs, make_learner, run_programs
 from jppo.run.supervised import Task
 from jppo.settings import Settings, Supervised, Training
 from jppo.settings.rules_rollout import publish_via

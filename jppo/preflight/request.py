@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jppo.errors import UserError
-from jppo.run.make import open_mesh
+from jppo.learner.make import open_mesh
 from jppo.settings import Training
 
 if TYPE_CHECKING:

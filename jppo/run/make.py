@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jppo import process  # corrects the sums of XLA, whoever makes a learner
 from jppo.algorithms import kl
 from jppo.errors import UserError
 from jppo.learner import catalogue, estimate, make, packing, ppo, programs, sharding, state, update
@@ -23,17 +22,10 @@ from jppo.models import hf, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base
 from jppo.models.params import Head
-from jppo.settings import Common, Loop, Optimizer, Settings, importance_band, parts, rejection_rules
+from jppo.settings import Loop, Optimizer, Settings, importance_band, parts, rejection_rules
 from jppo.types import Array, Params, TrainState
 
 Configs = tuple[ModelConfig, ModelConfig | None, ModelConfig | None]  # of policy, critic and reference
-
-
-def open_mesh(c: Common, devices: Sequence[Any] | None = None) -> Mesh:
-    """Makes the config's mesh, of these devices or all, and prepares the process for them."""
-    mesh = make.make_mesh(c, devices)
-    process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
-    return mesh
 
 
 def read_models_of_run(c: Settings, *, weights: bool = True) -> Configs:

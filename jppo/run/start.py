@@ -19,7 +19,7 @@ from jppo.distributed.hosts import Hosts, own_folder
 from jppo.distributed.launchers import join_launched
 from jppo.errors import UserError, expanded
 from jppo.learner import make, packing
-from jppo.learner.make import attention_kernel
+from jppo.learner.make import attention_kernel, open_mesh
 from jppo.learner.ppo import StepLearner
 from jppo.learner.utilisation import introduce_peak
 from jppo.rewards.graders import RUNS_CODE, describe_refused, grader_of
@@ -43,7 +43,6 @@ from jppo.run.loop import Opened
 from jppo.run.make import (
     list_run_programs,
     make_learner,
-    open_mesh,
     replayed_experts,
     require_models_fit,
     run_programs,

@@ -29,7 +29,7 @@ from jppo.data.tokenizer import check_stop_texts, end_token_ids
 from jppo.errors import UserError
 from jppo.learner import make, ppo, sharding
 from jppo.learner.batch import Micro
-from jppo.learner.make import make_adapters
+from jppo.learner.make import make_adapters, open_mesh
 from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
@@ -40,7 +40,7 @@ from jppo.run.api.losses import NO_REFERENCE, Losses
 from jppo.run.api.responses import Responses, entry_targets, make_responses, make_trajectory
 from jppo.run.api.weights import TrainedWeights, load_state, save_state
 from jppo.run.inputs import require_publishable
-from jppo.run.make import begin_further_state, make_loop_learner, open_mesh, read_models, require_models_fit
+from jppo.run.make import begin_further_state, make_loop_learner, read_models, require_models_fit
 from jppo.run.tokenizer import read_tokenizer
 from jppo.samples.make import step_sampling
 from jppo.settings import Loop, changed
