@@ -11,6 +11,7 @@ Besides JAX's collectives, hosts communicate through the store of JAX's coordina
 A host that does not sign for `timeout_s` is lost. Waiting for it would never end, so the others exit by force.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -51,25 +52,19 @@ class Stopped(SystemExit):  # a SystemExit, which asyncio passes on
         self.heard = heard
 
 
+@dataclasses.dataclass(eq=False)
 class Hosts:
-    """All hosts of a run as seen by one of them; a context manager around the whole run."""
+    """All hosts of a run as seen by one of them; a context manager around the whole run. By default one host alone."""
 
-    def __init__(
-        self,
-        rank: int = 0,
-        count: int = 1,
-        *,
-        store: Any = None,
-        timeout_s: float = 60.0,
-        end_timeout_s: float = 120.0,
-    ) -> None:
-        """Makes host `rank` of `count`, which meet in `store` (JAX's key-value store); by default one host alone."""
-        self.rank = rank
-        self.count = count
-        self.working = count == 1  # a stop may interrupt the current work
-        self._store = store
-        self._timeout_s = timeout_s
-        self._end_timeout_s = end_timeout_s
+    rank: int = 0
+    count: int = 1
+    _: dataclasses.KW_ONLY
+    store: Any = None  # where they meet: JAX's key-value store
+    timeout_s: float = 60.0  # without a sign, after which a host is lost
+    end_timeout_s: float = 120.0  # in which all come to the end
+
+    def __post_init__(self) -> None:
+        self.working = self.count == 1  # a stop may interrupt the current work
         self._round = 0
         self._other_stop: Stopped | None = None
         self._shared: BaseException | None = None  # the last error that was raised on every host
@@ -143,9 +138,9 @@ class Hosts:
         if error is not None:
             self.tell(error)
         try:
-            self._store.wait_at_barrier("jppo/end", int(self._end_timeout_s * 1000))
+            self.store.wait_at_barrier("jppo/end", int(self.end_timeout_s * 1000))
         except jax.errors.JaxRuntimeError as e:
-            self.leave(LOST, f"not every host came to the end within {self._end_timeout_s:g} s: {_one_line(e)}")
+            self.leave(LOST, f"not every host came to the end within {self.end_timeout_s:g} s: {_one_line(e)}")
         self._ended.set()
         jax.distributed.shutdown()
 
@@ -176,7 +171,7 @@ class Hosts:
         self._put(f"said/{self._round}/{self.rank}", json.dumps(message))
         messages = [json.loads(self._get(f"said/{self._round}/{rank}")) for rank in range(self.count)]
         if self._round:  # everybody has read the earlier messages
-            self._store.key_value_delete(f"jppo/said/{self._round - 1}/{self.rank}")
+            self.store.key_value_delete(f"jppo/said/{self._round - 1}/{self.rank}")
         self._round += 1
         self._raise_common_error([sent["error"] for sent in messages], error)
         longest = max(sent["bytes"] for sent in messages)
@@ -205,7 +200,7 @@ class Hosts:
     def _crash(self, error: BaseException) -> None:
         """Ends this host and tells the others; a collective whose peer is gone is the peer's fault."""
         if any(word in str(error) for word in BY_LOSS):
-            self._ended.wait(self._timeout_s + 2 * _POLL_S)  # meanwhile the lost host is identified, and this host ends
+            self._ended.wait(self.timeout_s + 2 * _POLL_S)  # meanwhile the lost host is identified, and this host ends
         traceback.print_exception(error)
         self._put(f"gone/{self.rank}", _one_line(error))
         if self.first:
@@ -231,9 +226,9 @@ class Hosts:
                 if last_signs[rank][0] != sign:
                     last_signs[rank] = sign, now
             for rank, (_, since) in last_signs.items():
-                if rank != self.rank and now - since > self._timeout_s:
+                if rank != self.rank and now - since > self.timeout_s:
                     self.leave(
-                        LOST, f"host {rank} is lost: no sign of it within trainer.host_timeout_s={self._timeout_s:g}"
+                        LOST, f"host {rank} is lost: no sign of it within trainer.host_timeout_s={self.timeout_s:g}"
                     )
             for rank, text in ending.items():
                 if rank != self.rank and self._other_stop is None:
@@ -242,20 +237,20 @@ class Hosts:
             self._ended.wait(_POLL_S)
 
     def _put(self, key: str, text: str, *, overwrite: bool = False) -> None:
-        self._store.key_value_set(f"jppo/{key}", text, allow_overwrite=overwrite)
+        self.store.key_value_set(f"jppo/{key}", text, allow_overwrite=overwrite)
 
     def _get(self, key: str) -> str:
         """Waits for a host's message; checks for signals in between."""
         while True:
             try:
-                return str(self._store.blocking_key_value_get(f"jppo/{key}", int(_POLL_S * 1000)))
+                return str(self.store.blocking_key_value_get(f"jppo/{key}", int(_POLL_S * 1000)))
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
                     raise
 
     def _get_all(self, prefix: str) -> dict[int, str]:
         """Returns the messages under this key, by rank."""
-        messages = self._store.key_value_dir_get(f"jppo/{prefix}/")
+        messages = self.store.key_value_dir_get(f"jppo/{prefix}/")
         return {int(key.rsplit("/", 1)[1]): text for key, text in messages}
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from jppo.models import lora
-from jppo.models.config import LayerModules, Mixer, ModelConfig
+from jppo.models.config import LayerModules, ModelConfig
 from jppo.models.lora import Lora
 
 # Time of a FLOP of attention by XLA relative to one of a product with weights: scores are exponentiated, and
@@ -31,10 +31,6 @@ def _kv_size(cfg: ModelConfig, modules: LayerModules) -> int:
     """Returns the sizes of a head's k and v, which each pair of a query and a key multiplies."""
     A = cfg.heads_of(modules).head_dim
     return A + (A if cfg.latent is None else cfg.latent.value_dim)
-
-
-def _layers(cfg: ModelConfig, mixer: Mixer) -> int:
-    return sum(layer.mixer == mixer for layer in cfg.layer_modules)
 
 
 def _count_pairs(length: int, window: int | None) -> int:
@@ -61,8 +57,8 @@ def forward(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, adapt
     D = cfg.hidden_size
     matrices = sum(_projection_elements(cfg, layer) for layer in cfg.layer_modules if layer.mixer == "attention")
     if (d := cfg.delta) is not None:  # with a token's three products with each state, one by one
-        values = d.value_heads * d.value_dim
-        matrices += (D * (d.channels + 2 * values + 2 * d.value_heads) + 3 * values * d.key_dim) * _layers(cfg, "delta")
+        values, layers = d.value_heads * d.value_dim, sum(layer.mixer == "delta" for layer in cfg.layer_modules)
+        matrices += (D * (d.channels + 2 * values + 2 * d.value_heads) + 3 * values * d.key_dim) * layers
     moe = 0
     if (e := cfg.experts) is not None:
         moe = 3 * D * (e.active * e.width + e.shared_width) + D * (e.count + e.names.shared_gate)

@@ -223,11 +223,6 @@ class Epochs:
         """Returns the number of epochs over the batch of a step."""
         return self.in_warmup if step < self.warmup else self.count
 
-    @property
-    def first_step(self) -> int:
-        """Returns the first step with an epoch, with which the schedule of the learning rate starts."""
-        return 0 if self.in_warmup else self.warmup
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learner:
@@ -410,11 +405,11 @@ def learn(
                 f"mini-batches of epoch {epoch + 1} of {total}", minis, batch.mini_batch_count(count, size)
             )
 
-    if learner.actor_epochs.of_step(version):
-        with clock("update_actor"):
-            step = state.scalar(version - learner.actor_epochs.first_step, now.step)
+    if (epochs := learner.actor_epochs).of_step(version):
+        with clock("update_actor"):  # the schedule of the learning rate starts with the first step that has an epoch
+            step = state.scalar(version - (0 if epochs.in_warmup else epochs.warmup), now.step)
             policy, policy_opt, metrics = learner.actor.learn(
-                now.policy, now.policy_opt, step, epoch_mini_batches(learner.actor_epochs, 0, learner.actor.loss.reads),
+                now.policy, now.policy_opt, step, epoch_mini_batches(epochs, 0, learner.actor.loss.reads),
                 learner.recipe.reference_for_loss(learner.reference), key=now.key,
             )  # fmt: skip
         now = dataclasses.replace(now, policy=policy, policy_opt=policy_opt)

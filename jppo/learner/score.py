@@ -111,14 +111,9 @@ def make_logprob(
             mesh=mesh,
             more=[function for _, function in statistics],
         )
-        return Scores(logprobs, entropy, **routers, statistics=_name_statistics(statistics, extra))
+        return Scores(logprobs, entropy, **routers, statistics=dict(zip(dict(statistics), extra, strict=True)))
 
     return logprob
-
-
-def _name_statistics(statistics: Statistics, values: Sequence[Array]) -> dict[str, Array] | None:
-    """Returns statistics by name; None without any."""
-    return {name: x for (name, _), x in zip(statistics, values, strict=True)} or None
 
 
 def make_value(model: Any) -> Value:
@@ -170,8 +165,8 @@ def make_exact(
         logprobs, entropy, ref_logprob, penalty, *extra = heads.by_logits(
             score_chunk, states, jnp.asarray(rows.targets), **options
         )
-        scores = Scores(logprobs, entropy, penalty, **routers, statistics=_name_statistics(statistics, extra))
-        return scores, ref_logprob
+        by_name: dict[str, Array] = dict(zip(dict(statistics), extra, strict=True))
+        return Scores(logprobs, entropy, penalty, **routers, statistics=by_name), ref_logprob
 
     return exact
 

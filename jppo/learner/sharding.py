@@ -121,7 +121,7 @@ def own_part(mesh: Mesh) -> Mesh:
 
 def row_multiple(mesh: Mesh) -> int:
     """Returns the divisor of a batch's row counts."""
-    return _shard_count(mesh, ROW_AXES)
+    return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
 def length_multiple(mesh: Mesh) -> int:
@@ -131,11 +131,7 @@ def length_multiple(mesh: Mesh) -> int:
 
 def whole_row_multiple(mesh: Mesh) -> int:
     """Returns the divisor of row counts whose positions stay together."""
-    return _shard_count(mesh, WHOLE.rows)
-
-
-def _shard_count(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return math.prod(mesh.shape[axis] for axis in WHOLE.rows)
 
 
 def param_shardings(mesh: Mesh, axes: Params, shapes: Params) -> Params:

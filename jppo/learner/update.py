@@ -294,9 +294,5 @@ def abstract_carry(shapes: Params, shardings: Params) -> Carry:
 def make_zeros(shapes: Params, shardings: Params) -> Callable[[], Carry]:
     """Makes the function that returns an accumulator of zeros, in the parameters' shards."""
     carry = abstract_carry(shapes, shardings)
-
-    def zeros() -> Carry:
-        out: Carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), carry)
-        return out
-
-    return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, carry))
+    places = jax.tree.map(lambda x: x.sharding, carry)
+    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), carry), out_shardings=places)

@@ -26,13 +26,13 @@ from jppo.models.modules import (
     Lookup,
     PerLayer,
     RMSNorm,
-    embeddings_by_stack,
     look_up,
     scale_in_f32,
+    split_by_stack,
 )
 from jppo.models.params import Head
 from jppo.models.rotary import LayerPositions, Positions, add_angles, rotate
-from jppo.models.router import Replayed, ReplayedStacks
+from jppo.models.router import Replayed
 from jppo.models.sequence_parallel import EXCHANGED, WHOLE, Split
 from jppo.types import Params
 
@@ -195,7 +195,7 @@ class Period(nn.Module):
         x: jax.Array,
         kinds: jax.Array,
         positions: Positions,
-        replayed: ReplayedStacks,
+        replayed: tuple[Replayed, ...],
         layer_embeddings: tuple[jax.Array | None, ...],
     ) -> tuple[jax.Array, None]:
         for i, stack in enumerate(self.group):
@@ -260,7 +260,7 @@ class Decoder(nn.Module):
                 unroll=1 if self.scan_layers else count,
             )
             kinds = jnp.asarray([cfg.layer_kinds[stack.layers] for stack in group], jnp.int32)
-            replays, vectors = (router.replayed_by_stack(replayed, group), embeddings_by_stack(embeddings, group))
+            replays, vectors = split_by_stack(replayed, group, of_sparse=True), split_by_stack(embeddings, group)
             if len(group) == 1:
                 layers = scan(layer)(*settings(group[0]), name=group[0].path[0])
                 x, shared_keys = layers(x, kinds[0], positions, replays[0], vectors[0])

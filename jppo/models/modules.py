@@ -224,8 +224,10 @@ class PerLayer(Block):
         return (self.norm("norm")(state_part) + token_part) * 2**-0.5
 
 
-def embeddings_by_stack(embeddings: jax.Array | None, group: Group) -> tuple[jax.Array | None, ...]:
-    """Splits embeddings in layers [R, T, L, P] by the stacks of a scan: [layers, R, T, P] each."""
-    if embeddings is None:
+def split_by_stack(x: jax.Array | None, group: Group, *, of_sparse: bool = False) -> tuple[jax.Array | None, ...]:
+    """Splits an array of all layers [R, T, L, ...] by the stacks of a scan, or by those with experts, layers first."""
+    if x is None:
         return (None,) * len(group)
-    return tuple(jnp.moveaxis(embeddings[:, :, stack.layers], 2, 0) for stack in group)
+    return tuple(
+        None if of_sparse and not stack.modules.sparse else jnp.moveaxis(x[:, :, stack.layers], 2, 0) for stack in group
+    )

@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.models.config import Experts, Group, ModelConfig
+from jppo.models.config import Experts, ModelConfig
 from jppo.models.params import leaf_at
 from jppo.types import Array
 
 SUMS, SUMS_NAME = "router", "sums"  # the collection of `RouterSums`, and their name in a layer
 CHOICES, CHOICES_NAME = "routing", "chosen"  # of the routers' own choices, and their name: [R, T, active] i16
 Replayed = jax.Array | None  # experts in place of the routers' choices, -1 for none
-ReplayedStacks = tuple[Replayed, ...]
 
 
 def choose_experts(
@@ -119,13 +118,6 @@ def load_extremes(load: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the largest and the smallest load [layers, E] of an expert, relative to an even one."""
     relative = load / np.maximum(np.mean(load, axis=1, keepdims=True), 1e-30)
     return np.max(relative), np.min(relative)
-
-
-def replayed_by_stack(replayed: Replayed, group: Group) -> ReplayedStacks:
-    """Splits replayed experts [R, T, L, active] by the stacks of a scan: [layers, R, T, active] where there are any."""
-    if replayed is None:
-        return (None,) * len(group)
-    return tuple(jnp.moveaxis(replayed[:, :, stack.layers], 2, 0) if stack.modules.sparse else None for stack in group)
 
 
 def layer_choice(collections: Any) -> jax.Array | None:
