@@ -13,7 +13,6 @@ import pytest
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import buckets, device_carriers, layout, publish, transports
 from jppo.rollout.vllm.client import start_vllm
 from tests.rollout import test_buckets
@@ -26,6 +25,8 @@ from tests.rollout.test_nccl import JOIN, UPDATE, communicator, engine, library,
 FINISH = "/finish_weight_update"
 ON_DEVICES = ("nccl", "ipc")
 CARRIERS = ["file", "tcp", *(pytest.param(name, marks=(pytest.mark.vllm, needs_cc)) for name in ON_DEVICES)]
+
+LIMITS = dict(request_timeout_s=8.0, health_timeout_s=5.0, max_restarts=3)
 
 
 def maps(fake):
@@ -117,8 +118,8 @@ def way(request, fakes, settings, monkeypatch):
             restart(fake)
         engines.append(
             start_vllm(
-                "model", "run", settings=settings(publish_via=carrier), urls=[fake.url for fake in fakes[:count]],
-                limits=ServerLimits(8.0, 5.0, 3), publish_dir="",
+                "model", "run", settings=settings(publish_via=carrier, **LIMITS),
+                urls=[fake.url for fake in fakes[:count]],
             )
         )  # fmt: skip
         sampler = engines[-1].ready(eos_token_ids=[2], decode=str)
