@@ -30,8 +30,7 @@ from jppo.models import decoder, heads, hf, hf_write
 from jppo.models.config import ModelConfig
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.fleet import Fleet
-from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.servers.member import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.run.agreement import TOLERANCE, LogpGap, MismatchLimits
 from jppo.types import Params, Prompt, Trajectory
@@ -108,25 +107,23 @@ def main() -> None:
     _, cfg = hf.read_config(args.hf_dir, longest=PROMPT_TOKENS + SAMPLING.max_tokens)
     settings = ServerSettings(
         python=args.python,
-        servers=1,
-        port=0,
         dtype=args.dtype,
         max_model_len=PROMPT_TOKENS + SAMPLING.max_tokens,
         vocab_size=cfg.vocab_size,
         max_num_seqs=64,
         enforce_eager=True,
         gpu_memory_utilization=0.3,
-        kv_cache_memory_bytes=1 << 28,
+        cache_on_cpu=1 << 28,
         omp_threads=1,
-        start_timeout_s=300.0,
+        request_timeout_s=120.0,
+        max_restarts=0,
         latent=cfg.latent_sizes,
         delta=cfg.delta_kind,
         publish_via=args.via,
         devices=("1",) if args.via == "nccl" else (),
     )
     with tempfile.TemporaryDirectory() as run_dir:
-        limits = ServerLimits(request_timeout_s=120.0, health_timeout_s=60.0, max_restarts=0)
-        engine = start_vllm(args.hf_dir, run_dir, settings=settings, urls=[], limits=limits, publish_dir="")
+        engine = start_vllm(args.hf_dir, run_dir, settings=settings, urls=[])
         try:
             if list(pathlib.Path(args.hf_dir).glob("*.safetensors")):
                 base = hf.load_params(args.hf_dir, cfg, head="lm", param_dtype=jnp.float32)

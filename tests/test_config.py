@@ -21,7 +21,7 @@ from jppo.learner import make, sharding
 from jppo.plugins.agents import make as agent
 from jppo.plugins.reward_models import make as reward
 from jppo.plugins.reward_models.classifier import Classifier
-from jppo.rollout.servers.make import max_connections
+from jppo.rollout.servers.member import ServerSettings
 from jppo.run.make import batch_shape, make_epochs
 from jppo.settings import parts, table, texts
 from jppo.settings.setting import OTHER_NAMES, OTHER_VALUES
@@ -962,7 +962,6 @@ def test_critic_epochs_are_the_actors_unless_set():
 
 
 def test_requests_in_flight_follow_max_num_seqs():
-    config = settings.default()
-    assert [max_connections(typed(config)) for config.rollout.max_num_seqs in (8, 1024)] == [256, 1024]
-    config.rollout.max_concurrent_requests = 64
-    assert max_connections(typed(config)) == 64
+    made = functools.partial(ServerSettings, max_model_len=64, vocab_size=99)
+    assert [made(max_num_seqs=rows).connections for rows in (8, 1024)] == [256, 1024]
+    assert made(max_num_seqs=1024, max_concurrent_requests=64).connections == 64

@@ -120,33 +120,20 @@ class _Waiting:
     seed: int
     answer: asyncio.Future[Answer]
 
-    @property
-    def beginning(self) -> bytes:
-        """Returns the prefix that equal requests share; it is prefilled once."""
-        return self.ids.tobytes()
 
-
+@dataclasses.dataclass(eq=False)
 class _Batcher:
     """Answers all requests, row by row, with one version of the weights."""
 
-    def __init__(
-        self,
-        settings: InprocessSettings,
-        programs: Programs,
-        model: Params,
-        ends: frozenset[int],
-        decode: Callable[[list[int]], str],
-        version: int,
-    ):
-        self.settings = settings
-        self._programs = programs
-        self._model = model
-        self._ends = ends
-        self._decode = decode
-        self._version = version
-        self._waiting: list[_Waiting] = []
-        self._request_came = asyncio.Event()
-        self._request_count = 0
+    settings: InprocessSettings
+    programs: Programs
+    model: Params
+    ends: frozenset[int]
+    decode: Callable[[list[int]], str]
+    version: int
+    _waiting: list[_Waiting] = dataclasses.field(default_factory=list)
+    _request_came: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    _request_count: int = 0
 
     async def ask(self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable) -> Answer:
         """Returns one answer to `ids`; waits for a row."""
@@ -158,18 +145,18 @@ class _Batcher:
 
     def compile(self) -> None:
         """Runs every program on empty rows, so later calls do not compile."""
-        slots, choice = self._programs.empty(), make_rule(greedy(1))
+        slots, choice = self.programs.empty(), make_rule(greedy(1))
         for shape in self.settings.prompt_shapes:
-            slots = self._programs.fill(self._model, slots, *self._fill_arguments([], [], shape))
+            slots = self.programs.fill(self.model, slots, *self._fill_arguments([], [], shape))
         rows = np.int32(self.settings.rows)
-        for advance in (self._programs.advance, *([self._programs.advance_cut] if self.settings.cut else [])):
-            slots = advance(self._model, slots, choice, rows)
+        for advance in (self.programs.advance, *([self.programs.advance_cut] if self.settings.cut else [])):
+            slots = advance(self.model, slots, choice, rows)
         jax.block_until_ready(slots)
 
     async def answer_all(self) -> None:
         """Answers requests until it is cancelled."""
         s = self.settings
-        slots, row_requests = self._programs.empty(), dict[int, _Waiting]()
+        slots, row_requests = self.programs.empty(), dict[int, _Waiting]()
         while True:
             if not row_requests:
                 self._request_came.clear()
@@ -190,8 +177,8 @@ class _Batcher:
                 waiting, free_rows = waiting[len(placed) :], free_rows[len(placed) :]
             self._waiting = waiting
             free_rows_wanted = max(1, s.rows // _FREE) if waiting else s.rows
-            advance = self._programs.choose_advance(sampling, s.cfg.vocab_size)
-            slots = advance(self._model, slots, make_rule(sampling), np.int32(free_rows_wanted))
+            advance = self.programs.choose_advance(sampling, s.cfg.vocab_size)
+            slots = advance(self.model, slots, make_rule(sampling), np.int32(free_rows_wanted))
             device_arrays = (slots.tokens, slots.logprob, slots.last, slots.until, slots.experts, slots.kept)
             tokens, logprob, last, until, experts, kept = await asyncio.to_thread(jax.device_get, device_arrays)
             # The device knows neither stop texts, nor `stop_ids`, nor callers that have gone.
@@ -203,7 +190,7 @@ class _Batcher:
                 if length is None and end <= until[row] and not abandoned:
                     continue
                 span = slice(begin, end if length is None else begin + length)
-                ended_by_id = not sampling.ignore_eos and int(tokens[row, span.stop - 1]) in self._ends
+                ended_by_id = not sampling.ignore_eos and int(tokens[row, span.stop - 1]) in self.ends
                 finish = "stop" if ended_by_id or length is not None else "length"
                 if not abandoned:
                     read = None if experts is None else experts[row, : span.stop - 1]
@@ -222,11 +209,13 @@ class _Batcher:
     ) -> tuple[Slots, Sequence[_Waiting]]:
         """Fills free rows with the first waiting requests, as many as one prefill takes; returns them."""
         count, length = next(shape for shape in self.settings.prompt_shapes if shape[1] >= len(waiting[0].ids))
-        seen: dict[bytes, int] = {}
+        seen: dict[bytes, int] = {}  # prompts that equal requests share, each prefilled once
         batch = list(
-            itertools.takewhile(lambda r: seen.setdefault(r.beginning, len(seen)) < count, waiting[: len(free_rows)])
+            itertools.takewhile(
+                lambda r: seen.setdefault(r.ids.tobytes(), len(seen)) < count, waiting[: len(free_rows)]
+            )
         )
-        return self._programs.fill(self._model, slots, *self._fill_arguments(batch, free_rows, (count, length))), batch
+        return self.programs.fill(self.model, slots, *self._fill_arguments(batch, free_rows, (count, length))), batch
 
     def _fill_arguments(
         self, requests: Sequence[_Waiting], free_rows: Sequence[int], shape: tuple[int, int]
@@ -236,7 +225,7 @@ class _Batcher:
         prompt_indices: dict[bytes, int] = {}
         for row, request in zip(free_rows, requests, strict=False):
             ids = request.ids
-            prompt_index = prompt_indices.setdefault(request.beginning, len(prompt_indices))
+            prompt_index = prompt_indices.setdefault(ids.tobytes(), len(prompt_indices))
             prompts[prompt_index, : len(ids)] = ids
             source[row], length[row], seed[row] = prompt_index, len(ids), request.seed
             until[row] = len(ids) - 1 + request.sampling.max_tokens
@@ -244,7 +233,7 @@ class _Batcher:
 
     def _stop_length(self, tokens: np.ndarray, sampling: Sampling) -> int | None:
         """Returns the number of tokens up to the first stop text or id; None without one."""
-        length = cut_at(tokens.tolist(), self._decode, sampling.stop, new=TURNS)
+        length = cut_at(tokens.tolist(), self.decode, sampling.stop, new=TURNS)
         stop_id_positions = np.flatnonzero(np.isin(tokens, sampling.stop_ids))
         return length if not len(stop_id_positions) else min(length or len(tokens), int(stop_id_positions[0]) + 1)
 
@@ -253,10 +242,10 @@ class _Batcher:
     ) -> Answer:
         """Returns the answer with these sampled tokens; RolloutError if a log-prob is not finite."""
         if not np.isfinite(logprob).all():
-            reason = f"the weights of version {self._version} give no finite numbers"
+            reason = f"the weights of version {self.version} give no finite numbers"
             raise RolloutError(f"an answer has tokens with the log-probs {logprob[:8]}...: {reason}")
         return Answer(
-            tokens.tolist(), logprob.tolist(), [self._version] * len(tokens), finish, experts=experts, kept=kept
+            tokens.tolist(), logprob.tolist(), [self.version] * len(tokens), finish, experts=experts, kept=kept
         )
 
 

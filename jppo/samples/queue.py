@@ -70,11 +70,6 @@ class Draws:
         rewards = self.graded | dict(zip(ungraded, self.grading.collect(ungraded), strict=True))
         return [rewards[number] for number in sorted(numbers)]
 
-    def raise_error(self) -> None:
-        """Raises the error that ended the sampling, if any."""
-        if self.future is not None and self.future.done():
-            self.future.result()
-
 
 @dataclasses.dataclass(eq=False)
 class StepRequest:
@@ -392,7 +387,8 @@ class SampleQueue:
             while not (outcome := poll()):
                 for request in self._queue.queue:
                     for draws in request.draws:
-                        draws.raise_error()
+                        if draws.future is not None and draws.future.done():
+                            draws.future.result()
                 self._changed.wait(_POLL_S)
         return outcome
 

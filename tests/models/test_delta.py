@@ -11,7 +11,8 @@ from jppo.errors import UserError
 from jppo.learner import cost, sharding
 from jppo.learner.sharding import require_divisible
 from jppo.models import attention, config_reader, decoder, delta, hf_write, lora
-from jppo.rollout.vllm.arguments import ServerSettings, require_delta_nets
+from jppo.rollout.servers.member import ServerSettings
+from jppo.rollout.vllm.arguments import require_delta_nets
 from tests.models.conftest import config_of
 
 R, T, N, G, A, W = 2, 150, 2, 3, 10, 7
@@ -195,7 +196,7 @@ def test_a_row_on_several_devices_is_refused():
 
 def served(name, dtype, python):
     cfg = config_reader.parse_config(config_of(name), path="config.json")
-    server = ServerSettings(python, 1, 0, dtype, 20, 99, 2, True, 0.3, 1 << 26, 1, 9.0, delta=cfg.delta_kind)
+    server = ServerSettings(python=python, dtype=dtype, max_model_len=20, vocab_size=99, delta=cfg.delta_kind)
     require_delta_nets(server, "cpu")
 
 

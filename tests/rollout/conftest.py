@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.servers.member import ServerSettings
 
 
 class FakeServer:
@@ -94,16 +94,10 @@ INFO = {
 def settings():
     """A maker of ServerSettings for tiny models; `changes` by name."""
     values = {
-        "python": "",
-        "servers": 1,
-        "port": 0,
-        "dtype": "float32",
         "max_model_len": 64,
         "vocab_size": 1000,
         "max_num_seqs": 8,
-        "enforce_eager": True,
-        "gpu_memory_utilization": 0.4,
-        "kv_cache_memory_bytes": 1 << 27,
+        "cache_on_cpu": 1 << 27,
         "omp_threads": 1,
         "start_timeout_s": 60.0,
     }

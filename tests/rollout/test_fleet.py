@@ -14,7 +14,6 @@ from jppo import process
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
 from jppo.rollout.servers import endpoint, repair
 from jppo.rollout.servers import member as router
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.types import Prompt
 from tests.rollout.test_vllm import choice
@@ -52,7 +51,9 @@ def made(fakes, settings, monkeypatch):
     monkeypatch.setattr(repair, "PROBE_S", 0.05)
     engines = []
 
-    def make(count=2, timeout_s=600.0, health_s=60.0, start_s=60.0, restarts=3, lora_rank=0, decode=str, **limits):
+    def make(
+        count=2, timeout_s=600.0, health_s=60.0, start_s=60.0, restarts=3, lora_rank=0, decode=str, connections=-1
+    ):
         for fake in fakes:
             serve(fake)
         if lora_rank:
@@ -63,10 +64,15 @@ def made(fakes, settings, monkeypatch):
             start_vllm(
                 "model",
                 "run",
-                settings=settings(lora_rank=lora_rank),
+                settings=settings(
+                    request_timeout_s=timeout_s,
+                    health_timeout_s=health_s,
+                    start_timeout_s=start_s,
+                    max_restarts=restarts,
+                    lora_rank=lora_rank,
+                    max_concurrent_requests=connections,
+                ),
                 urls=[fake.url for fake in fakes[:count]],
-                limits=ServerLimits(timeout_s, health_s, restarts, start_timeout_s=start_s, **limits),
-                publish_dir="",
             )
         )
         sampler = engines[-1].ready(eos_token_ids=[2], decode=decode)

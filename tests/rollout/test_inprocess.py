@@ -592,13 +592,13 @@ def test_the_row_of_a_caller_that_has_gone_is_free(made, monkeypatch):
 
     async def ask_all():
         batcher = sampler._batcher(sampler._programs.prepare(values))
-        advance = batcher._programs.advance
+        advance = batcher.programs.advance
 
         def counted(model, slots, *how):
             live.append(int((np.asarray(slots.last) < np.asarray(slots.until)).sum()))
             return advance(model, slots, *how)
 
-        batcher._programs = dataclasses.replace(batcher._programs, advance=counted)
+        batcher.programs = dataclasses.replace(batcher.programs, advance=counted)
         answering = asyncio.ensure_future(batcher.answer_all())
         gone = [asyncio.ensure_future(batcher.ask([1, 2], sampling=sampling, seed=i, near=0)) for i in range(10)]
         while len(live) < 2:
@@ -650,13 +650,13 @@ def test_while_samples_wait_the_device_returns_when_an_eighth_of_its_rows_is_fre
 
     async def ask_all():
         batcher = sampler._batcher(sampler._programs.prepare(values))
-        advance = batcher._programs.advance
+        advance = batcher.programs.advance
 
         def counted(model, slots, choice, free, **more):
             enough.append(int(free))
             return advance(model, slots, choice, free, **more)
 
-        batcher._programs = dataclasses.replace(batcher._programs, advance=counted)
+        batcher.programs = dataclasses.replace(batcher.programs, advance=counted)
         answering = asyncio.ensure_future(batcher.answer_all())
         asked = [batcher.ask([1, 2], sampling=greedy(4), seed=i, near=0) for i in range(24)]
         await asyncio.gather(*asked)

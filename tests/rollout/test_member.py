@@ -323,8 +323,7 @@ def test_a_log_that_was_removed_hides_no_fault(fake_vllm):
 )
 def test_servers_share_out_the_gpus(settings, tmp_path, monkeypatch, servers, each, named, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    devices = tuple(named.split(",")) if named else ()
-    many = settings(servers=servers, tensor_model_parallel_size=each, devices=devices)
+    many = settings(servers=servers, tensor_model_parallel_size=each, devices=tuple(filter(None, named.split(","))))
     found = [
         vllm_program(i, model=("--model", "m"), run_dir=str(tmp_path), settings=many, build="gpu", folder=None)
         for i in range(servers)
@@ -366,7 +365,7 @@ def test_speculation_on_a_cpu_has_jppos_worker_and_no_replay(settings):
     given = vllm_options(settings(engine_args=ngram), "cpu")
     assert given[given.index("--worker-cls") + 1].endswith("kept.SpeculationWorker")
     assert "--worker-cls" not in vllm_options(settings(engine_args=ngram), "gpu") + vllm_options(settings(), "cpu")
-    for name in ("kept", "experts"):
+    for name in ("mask_replay", "experts"):
         with pytest.raises(UserError, match="of speculated samples; remove speculation"):
             require_options(settings(engine_args=ngram, **{name: True}), "gpu")
 
@@ -416,10 +415,10 @@ def test_a_config_from_which_vllm_would_route_otherwise_is_refused(tmp_path, key
 
 
 def test_only_a_server_on_a_gpu_can_sleep(settings):
-    assert "--enable-sleep-mode" in vllm_options(settings(sleeps=True), "gpu")
+    assert "--enable-sleep-mode" in vllm_options(settings(sleep_level=1), "gpu")
     assert "--enable-sleep-mode" not in vllm_options(settings(), "gpu")
     with pytest.raises(UserError, match=r"rollout\.sleep_level frees a GPU's memory"):
-        vllm_options(settings(sleeps=True), "cpu")
+        vllm_options(settings(sleep_level=1), "cpu")
 
 
 def test_a_vllm_for_the_cpu_has_no_use_for_gpus(settings, tmp_path):

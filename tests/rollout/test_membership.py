@@ -13,7 +13,6 @@ from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import fleet, repair
 from jppo.rollout.servers.make import attached_urls
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.repair import address_lookup
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.settings import texts
@@ -46,9 +45,9 @@ def run(tmp_path, settings, monkeypatch):
         write(servers)
         engines.append(
             start_vllm(
-                "model", "run", settings=settings(**changes), publish_dir="",
+                "model", "run",
+                settings=settings(health_timeout_s=health_s, max_restarts=0, start_timeout_s=start_s, **changes),
                 urls=attached_urls(f"file:{file}", ALONE),
-                limits=ServerLimits(600.0, health_s, 0, start_timeout_s=start_s),
             )
         )  # fmt: skip
         sampler = engines[-1].ready(eos_token_ids=[2], decode=str)

@@ -10,12 +10,13 @@ from jppo.plugins.carriers import buckets, transports
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.client import start_vllm
 from tests.plugins.carriers.test_nccl import UPDATE, engine, library, needs_cc, works  # noqa: F401 (fixtures)
 from tests.rollout.conftest import INFO
 from tests.rollout.test_fleet import serve, until
+
+LIMITS = dict(request_timeout_s=8.0, health_timeout_s=5.0, max_restarts=3)
 
 
 def published_share(sampler):
@@ -77,8 +78,8 @@ def run(fakes, settings, monkeypatch, engine):  # noqa: F811
     engines = []
 
     def start():
-        how = dict(settings=settings(publish_via="tcp", publish_delta=True), limits=ServerLimits(8.0, 5.0, 3))
-        engines.append(start_vllm("model", "run", urls=[fake.url for fake in fakes], publish_dir="", **how))
+        how = dict(settings=settings(publish_via="tcp", publish_delta=True, **LIMITS))
+        engines.append(start_vllm("model", "run", urls=[fake.url for fake in fakes], **how))
         return engines[-1].ready(eos_token_ids=[2], decode=str)
 
     yield Run(fakes, engine, start)

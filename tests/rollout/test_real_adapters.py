@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jppo.models import config_reader, hf_write, lora
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import start_vllm
 from tests.rollout.test_real_vllm import GREEDY, PROMPTS, SAMPLING, gap, make_model, random_weights
 
@@ -35,10 +34,16 @@ def test_adapters_beside_the_base_are_what_peft_makes_of_both(settings, tmp_path
     engine = start_vllm(
         str(tmp_path / "model"),
         str(tmp_path / "run"),
-        settings=settings(max_model_len=384, max_num_seqs=64, start_timeout_s=180.0, lora_rank=HOW.rank),
+        settings=settings(
+            max_model_len=384,
+            max_num_seqs=64,
+            start_timeout_s=180.0,
+            lora_rank=HOW.rank,
+            request_timeout_s=60.0,
+            health_timeout_s=60.0,
+            max_restarts=0,
+        ),
         urls=[],
-        limits=ServerLimits(request_timeout_s=60.0, health_timeout_s=60.0, max_restarts=0),
-        publish_dir="",
     )
     try:
         sampler = engine.ready(eos_token_ids=[2], decode=str)

@@ -13,7 +13,6 @@ import pytest
 from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import publish
 from jppo.rollout.vllm.client import Vllm, start_vllm
 from tests.rollout.test_real_vllm import PROMPTS, SAMPLING, gap, make_model, random_weights
@@ -29,13 +28,15 @@ pytestmark = [
 def server(settings, tmp_path_factory):
     """A server whose leases last four seconds: its config, its endpoint, which is no trainer's, and its settings."""
     folder = tmp_path_factory.mktemp("leased")
-    config, how = make_model(folder / "model", "tied"), settings(max_model_len=384, start_timeout_s=240.0)
-    limits = ServerLimits(60.0, 5.0, 0)
+    config, how = (
+        make_model(folder / "model", "tied"),
+        settings(
+            max_model_len=384, start_timeout_s=240.0, request_timeout_s=60.0, health_timeout_s=5.0, max_restarts=0
+        ),
+    )
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(guard, "MIDDLEWARE", "tests.rollout.short_lease.Guard")
-        engine = start_vllm(
-            str(folder / "model"), str(folder / "run"), settings=how, urls=[], limits=limits, publish_dir=""
-        )
+        engine = start_vllm(str(folder / "model"), str(folder / "run"), settings=how, urls=[])
     try:
         sampler = engine.ready(eos_token_ids=[2], decode=str)
         yield config, sampler.members[0].endpoint, how, engine.servers[0].key.token
@@ -50,9 +51,9 @@ def attach(server, monkeypatch):
     monkeypatch.setenv(guard.TOKEN, token)
     made = []
 
-    def make(limits=None):
-        limits = limits or ServerLimits(60.0, 5.0, 3)
-        made.append(start_vllm("model", "run", settings=how, urls=[endpoint.url], limits=limits, publish_dir=""))
+    def make(**changes):
+        attached = dataclasses.replace(how, max_restarts=3, **changes)
+        made.append(start_vllm("model", "run", settings=attached, urls=[endpoint.url]))
         return made[-1].ready(eos_token_ids=[2], decode=str)
 
     yield make
@@ -68,15 +69,14 @@ KILLED = """
 import dataclasses, json, sys, threading, time
 import numpy as np
 from jppo.rollout.protocol import greedy
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import publish
-from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.servers.member import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.types import Prompt
 from tests.rollout.test_real_vllm import PROMPTS
 url, settings, mode, file = json.loads(sys.argv[1])
-how, limits = ServerSettings(**settings), ServerLimits(300.0, 5.0, 0)
-sampler = start_vllm("model", "run", settings=how, urls=[url], limits=limits, publish_dir="").ready(
+how = ServerSettings(**settings | {"request_timeout_s": 300.0})
+sampler = start_vllm("model", "run", settings=how, urls=[url]).ready(
     eos_token_ids=[2], decode=str
 )
 tensors = dict(np.load(file))
@@ -152,7 +152,7 @@ def test_a_second_trainer_is_refused_with_a_sentence(server, attach, monkeypatch
 
 def test_one_response_longer_than_the_timeout_and_a_queue_at_the_server_are_waited_for(server, attach, monkeypatch):
     config, _, how, _ = server
-    sampler = attach(ServerLimits(60.0, 60.0, 0, connections=64))
+    sampler = attach(health_timeout_s=60.0, max_concurrent_requests=64)
     sampler.load(random_weights(config, 1)[1].items(), version=1)
     [member], ask_workers, answers = sampler.members, Vllm.working, []
 

@@ -20,7 +20,6 @@ from jppo.models import hf
 from jppo.plugins.carriers import buckets
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.publish import Repeatable
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import arguments, publish
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.publish import Buffers
@@ -34,7 +33,13 @@ pytestmark = [
 ]
 
 VOCAB = 96
-LIMITS = ServerLimits(request_timeout_s=60.0, health_timeout_s=5.0, max_restarts=1)
+
+
+@pytest.fixture(scope="session")
+def settings(settings):
+    return lambda **changes: settings(request_timeout_s=60.0, health_timeout_s=5.0, max_restarts=1, **changes)
+
+
 GREEDY = greedy(12)
 SAMPLING = dataclasses.replace(GREEDY, temperature=0.7, n=2, seed=11)
 RNG = np.random.default_rng(0)
@@ -176,11 +181,10 @@ def served(request, settings, tmp_path_factory):
             publish_via="file" if request.param == "untied" else "tcp",
             latent=latent,
             experts=(2, 2, 4) if request.param == "experts" else None,
-            kept=True,
+            mask_replay=True,
+            publish_dir="" if request.param == "tied" else str(folder),
         ),
         urls=[],
-        limits=LIMITS,
-        publish_dir="" if request.param == "tied" else str(folder),
     )
     try:
         sampler = engine.ready(eos_token_ids=[2], decode=lambda ids: " ".join(map(str, ids)))
@@ -379,9 +383,7 @@ def test_attaching_by_url(served, settings, monkeypatch):
     monkeypatch.setenv("JPPO_SERVER_TOKEN", sampler.members[0].server.key.token)
 
     def attach(*more):
-        return start_vllm("model", "run", settings=settings(), urls=[url, *more], limits=LIMITS, publish_dir="").ready(
-            eos_token_ids=[2], decode=str
-        )
+        return start_vllm("model", "run", settings=settings(), urls=[url, *more]).ready(eos_token_ids=[2], decode=str)
 
     attached = attach()
     with pytest.raises(UserError, match=f"{url} and .*localhost.* are addresses of one server"):
@@ -407,7 +409,6 @@ def test_a_server_on_another_machine_pulls_its_weights(served, settings, monkeyp
     monkeypatch.setenv("JPPO_SERVER_TOKEN", first.members[0].server.key.token)
     attached = start_vllm(
         "model", "run", settings=settings(publish_via="tcp"), urls=[first.members[0].endpoint.url],
-        limits=LIMITS, publish_dir="",
     ).ready(eos_token_ids=[2], decode=str)  # fmt: skip
     try:
         new, tensors = random_weights(config, 4)
@@ -437,7 +438,7 @@ def test_changes_alone_reach_the_served_model(served, settings, monkeypatch):
     monkeypatch.setenv("JPPO_SERVER_TOKEN", first.members[0].server.key.token)
     attached = start_vllm(
         "model", "run", settings=settings(publish_via="tcp", publish_delta=True),
-        urls=[first.members[0].endpoint.url], limits=LIMITS, publish_dir="",
+        urls=[first.members[0].endpoint.url],
     ).ready(eos_token_ids=[2], decode=str)  # fmt: skip
     try:
         model, tensors = random_weights(config, 4)
@@ -537,9 +538,7 @@ def test_speculated_samples_have_the_policys_distribution_and_its_log_probs(tmp_
     option = f"--speculative-config '{json.dumps(ngram)}'"
     how = settings(max_model_len=384, max_num_seqs=64, start_timeout_s=180.0, engine_args=option)
     prompts = [Prompt(str(i), "", "", np.tile(RNG.integers(3, 12, 8), 18).astype(np.int32), "", {}) for i in range(3)]
-    engine = start_vllm(
-        str(tmp_path / "model"), str(tmp_path / "run"), settings=how, urls=[], limits=LIMITS, publish_dir=""
-    )
+    engine = start_vllm(str(tmp_path / "model"), str(tmp_path / "run"), settings=how, urls=[])
     try:
         sampler = engine.ready(eos_token_ids=[2], decode=str)
         for version in (1, 2):
@@ -585,7 +584,7 @@ def test_weights_are_quantised_at_every_publish(tmp_path, settings, shared):
         for p in other.parameters():
             p.add_(0.1 * p.std() * torch.randn_like(p)).copy_(p.bfloat16().float())
     prompts = [Prompt(str(i), "", "", np.array([1, 5 + i], np.int32), "", {}) for i in range(4)]
-    engine = start_vllm(source, str(tmp_path / "run"), settings=how, urls=[], limits=LIMITS, publish_dir="")
+    engine = start_vllm(source, str(tmp_path / "run"), settings=how, urls=[])
     try:
         sampler = engine.ready(eos_token_ids=[2], decode=str)
         for version in (1, 2):
@@ -608,9 +607,7 @@ def test_two_servers_get_a_publish_wholly_or_not_at_all(tmp_path, settings, monk
     config = make_model(tmp_path / "model", "tied")
     models = [random_weights(config, seed) for seed in (1, 2, 3)]
     how = settings(servers=2, max_model_len=384, start_timeout_s=240.0, publish_via="tcp")
-    engine = start_vllm(
-        str(tmp_path / "model"), str(tmp_path / "run"), settings=how, urls=[], limits=LIMITS, publish_dir=""
-    )
+    engine = start_vllm(str(tmp_path / "model"), str(tmp_path / "run"), settings=how, urls=[])
     try:
         sampler = engine.ready(eos_token_ids=[2], decode=str)
         sampler.load(models[0][1].items(), version=1)
@@ -656,15 +653,14 @@ def test_two_servers_get_a_publish_wholly_or_not_at_all(tmp_path, settings, monk
 KILLED = """
 import json, os, signal, sys
 import numpy as np
-from jppo.rollout.servers.member import ServerLimits
 from jppo.plugins.carriers import buckets
-from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.servers.member import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.publish import call_workers
 url, settings, names = json.loads(sys.argv[1])
 buckets.BUCKET = 1
 settings = ServerSettings(**settings)
-engine = start_vllm("model", "run", settings=settings, urls=[url], limits=ServerLimits(60.0, 60.0, 0), publish_dir="")
+engine = start_vllm("model", "run", settings=settings, urls=[url])
 sampler = engine.ready(eos_token_ids=[2], decode=str)
 def tensors():
     yield names[0], np.zeros((96, 64), np.float32)
@@ -677,12 +673,11 @@ sampler.load(tensors(), version=3)
 
 TRAINER = """
 import json, sys, time
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import start_vllm
-from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.servers.member import ServerSettings
 model, run, settings, wait = json.loads(sys.argv[1])
-settings = ServerSettings(**settings)
-engine = start_vllm(model, run, settings=settings, urls=[], limits=ServerLimits(60.0, 60.0, 0), publish_dir=run)
+settings = ServerSettings(**settings | {"publish_dir": run})
+engine = start_vllm(model, run, settings=settings, urls=[])
 print(engine.servers[0].pid, flush=True)
 if wait:
     engine.ready(eos_token_ids=[2], decode=str)
@@ -696,7 +691,7 @@ time.sleep(1000)
 def test_a_trainer_that_is_killed_takes_its_server_with_it(tmp_path, settings, ready):
     make_model(tmp_path / "model", "tied")
     (tmp_path / "run").mkdir()
-    given = vars(settings(max_model_len=384, start_timeout_s=180.0))
+    given = dataclasses.asdict(settings(max_model_len=384, start_timeout_s=180.0))
     argument = json.dumps([str(tmp_path / "model"), str(tmp_path / "run"), given, ready])
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER, argument], stdout=subprocess.PIPE, text=True)
     leader = int(trainer.stdout.readline())

@@ -19,6 +19,7 @@ from jppo.plugins.sglang.client import Sglang
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers import endpoint, http_client, replies
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.servers.member import ServerSettings
 from jppo.rollout.vllm.client import Vllm
 from jppo.rollout.vllm.publish import call_workers, require_ok
 
@@ -181,7 +182,8 @@ def sglang_answer(tokens=(5, 6, END), logprobs=(-0.5, -1.0, -0.25), finish="stop
     return {"meta_info": meta | more}
 
 
-APIS = {"vllm": Vllm([END], VOCAB, "how", [], "float32"), "sglang": Sglang([END], VOCAB, "how")}
+SETTINGS = ServerSettings(max_model_len=64, vocab_size=VOCAB)
+APIS = {"vllm": Vllm([END], SETTINGS, "how"), "sglang": Sglang([END], VOCAB, "how")}
 
 
 def read(api, answer, sampling=SAMPLING):
@@ -299,7 +301,7 @@ HUGE = (
 
 
 def test_experts_are_those_of_the_model():
-    api = Vllm([END], VOCAB, "how", [], "float32", experts=(2, 3, 8))
+    api = Vllm([END], dataclasses.replace(SETTINGS, experts=(2, 3, 8)), "how")
     sampling = dataclasses.replace(SAMPLING, experts=True)
     for good in (GOOD, np.asfortranarray(GOOD + np.arange(3, dtype=np.uint8)), GOOD.astype(np.int64) + 7):
         found = api.parse_reply(vllm_answer(routed_experts=encoded(good)), sampling).experts

@@ -12,7 +12,6 @@ import pytest
 from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
 from jppo.rollout.servers.endpoint import Endpoint
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import arguments
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.rollout.vllm.publish import call_workers
@@ -20,6 +19,10 @@ from jppo.types import OVERFLOW, Prompt
 
 SAMPLING = dataclasses.replace(greedy(8), temperature=0.7, n=2, seed=5)
 PROMPTS = [Prompt(f"p{i}", "", "", np.array([10 + i, 3, 4], np.int32), "", {}) for i in range(3)]
+
+
+def limits(timeout_s, restarts):
+    return dict(request_timeout_s=timeout_s, health_timeout_s=timeout_s, max_restarts=restarts)
 
 
 def choice(tokens, logprobs, finish="stop", version="7"):
@@ -49,8 +52,7 @@ def attach(fakes, settings):
             fake.answers.setdefault(GENERATE, (200, echo))
         engines.append(
             start_vllm(
-                "model", "run", settings=settings(), urls=[fake.url for fake in fakes[:count]],
-                limits=ServerLimits(timeout_s, timeout_s, 2), publish_dir="",
+                "model", "run", settings=settings(**limits(timeout_s, 2)), urls=[fake.url for fake in fakes[:count]],
             )
         )  # fmt: skip
         sampler = engines[-1].ready(eos_token_ids=[2, 9], decode=lambda ids: f"<{ids}>", talk=talk)
@@ -224,14 +226,16 @@ def test_the_kept_tokens_of_an_answer_in_parts_are_those_of_its_tokens(attach, f
     "replayed, said",
     [
         (["experts"], r"returns no experts.*--worker-cls jppo.rollout.vllm.kept.RoutingWorker"),
-        (["kept"], r"returns no kept tokens.*--worker-cls jppo.rollout.vllm.kept.KeptWorker"),
-        (["experts", "kept"], r"returns no experts.*--scheduler-cls jppo.rollout.vllm.kept.KeptRoutingScheduler"),
+        (["mask_replay"], r"returns no kept tokens.*--worker-cls jppo.rollout.vllm.kept.KeptWorker"),
+        (
+            ["experts", "mask_replay"],
+            r"returns no experts.*--scheduler-cls jppo.rollout.vllm.kept.KeptRoutingScheduler",
+        ),
     ],
 )
 def test_a_server_that_returns_less_is_refused_for_replay(fakes, settings, replayed, said):
-    limits = ServerLimits(5.0, 5.0, 2)
-    how = settings(**dict.fromkeys(replayed, True))
-    engine = start_vllm("model", "run", settings=how, urls=[fakes[0].url], limits=limits, publish_dir="")
+    how = settings(**limits(5.0, 2), **dict.fromkeys(replayed, True))
+    engine = start_vllm("model", "run", settings=how, urls=[fakes[0].url])
     with pytest.raises(UserError, match=said):
         engine.ready(eos_token_ids=[2], decode=str)
     engine.close()
@@ -297,8 +301,7 @@ def test_one_server_at_two_addresses_is_refused_in_one_line(fakes, settings):
     other = fakes[0].url.replace("127.0.0.1", "localhost")
 
     def ready(*urls):
-        limits = ServerLimits(5.0, 5.0, 2)
-        engine = start_vllm("model", "run", settings=settings(), urls=urls, limits=limits, publish_dir="")
+        engine = start_vllm("model", "run", settings=settings(**limits(5.0, 2)), urls=urls)
         try:
             return len(engine.ready(eos_token_ids=[2], decode=str).members)
         finally:
@@ -332,8 +335,7 @@ INFOS = [(name, x) for name in ("max_model_len", "process", "dtype") for x in (T
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_server_that_answers_with_anything_is_refused_or_asked_in_one_line(fakes, settings, route):
     def outcome():
-        limits = ServerLimits(5.0, 5.0, 0)
-        engine = start_vllm("model", "run", settings=settings(), urls=[fakes[0].url], limits=limits, publish_dir="")
+        engine = start_vllm("model", "run", settings=settings(**limits(5.0, 0)), urls=[fakes[0].url])
         try:
             member = engine.ready(eos_token_ids=[2], decode=str).members[0]
             api = engine._make_api([2])
@@ -358,9 +360,7 @@ def test_a_server_that_answers_with_anything_is_refused_or_asked_in_one_line(fak
 
 def test_no_model_is_refused_before_any_server(settings, tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
-        start_vllm(
-            str(tmp_path), str(tmp_path), settings=settings(), urls=[], limits=ServerLimits(1.0, 1.0, 0), publish_dir=""
-        )
+        start_vllm(str(tmp_path), str(tmp_path), settings=settings(**limits(1.0, 0)), urls=[])
 
 
 def test_a_quantised_model_is_served_with_plain_weights(tmp_path):

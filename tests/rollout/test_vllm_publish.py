@@ -218,7 +218,5 @@ def test_only_adapters_need_files_with_names(settings, monkeypatch, rank, named)
 
     monkeypatch.setattr(client, "Buffers", recorded)
     with pytest.raises(Made) as e:
-        client.start_vllm(
-            "model", "run", settings=settings(lora_rank=rank), urls=["http://h:1"], limits=None, publish_dir="there"
-        )
+        client.start_vllm("model", "run", settings=settings(lora_rank=rank, publish_dir="there"), urls=["http://h:1"])
     assert e.value.args == ("there", {"named": named, "spare": []})

@@ -38,10 +38,11 @@ Tensors = Sequence[tuple[str, Any]]
 class Carrier(Protocol):
     """A way of buckets to the servers."""
 
-    exclusive: bool  # one delivery at a time, as with one communicator or buffer
+    exclusive: bool = True  # one delivery at a time, as with one communicator or buffer
 
     def joins(self) -> Iterator[Step]:
         """Yields the steps that prepare the servers for a publish."""
+        return iter(())
 
     def offer(self, bucket: Tensors) -> contextlib.AbstractContextManager[tuple[list[TensorEntry], Mapping[str, Any]]]:
         """Offers a bucket within the block; returns its entries and its place for the request."""
@@ -50,7 +51,7 @@ class Carrier(Protocol):
         """Ends all transfers; may be called twice."""
 
 
-class Tcp:
+class Tcp(Carrier):
     """Servers download each bucket from the trainer's memory."""
 
     exclusive = False
@@ -64,10 +65,6 @@ class Tcp:
                 f"rollout.publish_host={publish_host!r}: the trainer cannot listen there ({e}); use an address of this"
                 " machine that the servers reach"
             ) from e
-
-    def joins(self) -> Iterator[Step]:
-        """Yields nothing: each bucket names its address."""
-        return iter(())
 
     @contextlib.contextmanager
     def offer(self, bucket: Tensors) -> Iterator[tuple[list[TensorEntry], Mapping[str, Any]]]:

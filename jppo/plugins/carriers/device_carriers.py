@@ -154,13 +154,11 @@ def run_alongside(work: Callable[[], None], *, timeout_s: float, give_up: Callab
 WAIT_S = 10.0  # after the servers have answered, until the trainer's calls must have ended too
 
 
-class Nccl:
+class Nccl(buckets.Carrier):
     """Broadcasts each tensor of a bucket from the first device of this process; all servers are in one communicator.
 
     Servers that were started or left out since the last publish need a new communicator, by `make`.
     """
-
-    exclusive = True
 
     def __init__(self, make: Callable[[], Communicator], device: jax.Device):
         self._make_communicator, self._communicator, self._device = make, make(), device
@@ -217,22 +215,16 @@ class Nccl:
         self._communicator.abort()
 
 
-class Ipc:
+class Ipc(buckets.Carrier):
     """Copies each bucket into a buffer on each GPU, and sends the servers the buffers' handles.
 
     A buffer is a separate allocation: a handle shows all of its allocation, and JAX's own is the whole pool. Servers
     open the buffer of their GPU, copy it and close it before the next bucket.
     """
 
-    exclusive = True
-
     def __init__(self, gpus: Sequence[tuple[jax.Device, transports.CudaDevice]]):
         self._gpus = gpus
         self._buffers: dict[str, tuple[int, int, str]] = {}  # by GPU: bytes, address, handle
-
-    def joins(self) -> Iterator[Step]:
-        """Yields nothing: each bucket names its handles."""
-        return iter(())
 
     @contextlib.contextmanager
     def offer(self, bucket: buckets.Tensors) -> Iterator[tuple[list[TensorEntry], Mapping[str, Any]]]:

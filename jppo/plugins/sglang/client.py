@@ -15,7 +15,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,10 +29,16 @@ from jppo.rollout.servers.delivery import Delivery, Publisher
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.http_client import brief
-from jppo.rollout.servers.member import Server, ServerFacts, ServerLimits, ServerProgram, check_ports
+from jppo.rollout.servers.member import Server, ServerFacts, ServerProgram, ServerSettings, check_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.arguments import ServerSettings, make_program, parse_engine_args, triton_env, visible_devices
+from jppo.rollout.vllm.arguments import (
+    make_program,
+    parse_engine_args,
+    run_probe,
+    triton_env,
+    visible_devices,
+)
 from jppo.rollout.vllm.publish import SHARED_MEMORY, make_folder, write_tensors
 from jppo.types import Sampling
 
@@ -159,13 +164,7 @@ class Sglang:
 
 
 def start_sglang(
-    model_dir: str,
-    run_dir: str,
-    *,
-    settings: ServerSettings,
-    urls: Sequence[str] | Lookup,
-    limits: ServerLimits,
-    publish_dir: str,
+    model_dir: str, run_dir: str, *, settings: ServerSettings, urls: Sequence[str] | Lookup
 ) -> ServerEngine:
     """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`, if any; does not block."""
     config = pathlib.Path(model_dir) / "config.json"
@@ -183,12 +182,12 @@ def start_sglang(
     def speak(eos_token_ids: Sequence[int]) -> Sglang:
         return Sglang(eos_token_ids, settings.vocab_size, how_to_start(model_dir, settings))
 
-    publisher = DirectoryPublisher(publish_dir, config)
+    publisher = DirectoryPublisher(settings.publish_dir, config)
     servers = [
         Server(sglang_program(i, model_dir=model_dir, run_dir=run_dir, settings=settings, folder=publisher.folder))
         for i in range(0 if urls else settings.servers)
     ]
-    return ServerEngine(servers, urls, publisher, speak, limits)
+    return ServerEngine(servers, urls, publisher, speak, settings)
 
 
 def how_to_start(model_dir: str, settings: ServerSettings) -> str:
@@ -225,16 +224,13 @@ print(importlib.metadata.version("sglang") if importlib.util.find_spec("sglang")
 
 def check_sglang(python: str) -> str:
     """Returns the version of the interpreter's SGLang; UserError if it has none."""
-    executable = child_process.executable(python)
-    probe = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
-    if probe.returncode != 0:
-        raise UserError(f"rollout.python={executable} does not run: {probe.stderr.strip()[-300:]}")
-    if not probe.stdout.strip():
+    executable, version = run_probe(python, _PROBE)
+    if not version:
         raise UserError(
             f"SGLang is not installed for {executable}; run `{executable} -m pip install sglang`, in a separate"
             " environment, or set rollout.python to an interpreter that has it"
         )
-    return probe.stdout.strip()
+    return version
 
 
 def sglang_options(settings: ServerSettings) -> list[str]:
@@ -250,7 +246,7 @@ def sglang_options(settings: ServerSettings) -> list[str]:
     ]
     if settings.enforce_eager:
         options.append("--disable-cuda-graph")
-    if settings.sleeps:
+    if settings.sleep_level:
         options.append("--enable-memory-saver")
     return [*options, *parse_engine_args(settings.engine_args, RESERVED_OPTIONS)]
 

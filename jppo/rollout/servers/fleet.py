@@ -48,7 +48,7 @@ from jppo.rollout.servers.endpoint import (
     attached_key,
     retry_pause_s,
 )
-from jppo.rollout.servers.member import Member, RequestDropped, Router, Server, ServerLimits, stop_all
+from jppo.rollout.servers.member import Member, RequestDropped, Router, Server, ServerSettings, stop_all
 from jppo.rollout.servers.repair import LOOKUP_S, Lookup, Membership, Repairs
 from jppo.rollout.servers.replies import max_answer_bytes, reading
 from jppo.types import Prompt, Sampling, Trajectory
@@ -65,7 +65,7 @@ class Fleet(Served):
         members: Sequence[Member],
         api: ServerApi,
         publisher: Publisher,
-        limits: ServerLimits,
+        settings: ServerSettings,
         *,
         decode: Callable[[list[int]], str] = str,
         talk: Talk | None = None,
@@ -79,7 +79,7 @@ class Fleet(Served):
         self.version: int | None = None
         self.repeated_requests = 0
         self._reported_counts = (0, 0)
-        self._api, self.publisher, self._limits, self._decode = api, publisher, limits, decode
+        self._api, self.publisher, self._settings, self._decode = api, publisher, settings, decode
         self._talk = talk or protocol.one_turn(decode)
         self._router = Router(members)
         threads = 2 * len(members) + 1 if joining is None else THREADS
@@ -87,12 +87,12 @@ class Fleet(Served):
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self._waiting)
         self.weights = ServedWeights(self._router, api, self._loop, on_broken=self._repair_broken, threads=threads)
-        self._repairs = Repairs(self._router, api, self.weights, limits, elastic=joining is not None)
+        self._repairs = Repairs(self._router, api, self.weights, settings, elastic=joining is not None)
         self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-fleet", daemon=True)
         self._thread.start()
         self._submit(self._repairs.watch())
         if joining is not None:
-            self._submit(Membership(*joining, self._router, self._repairs, limits).watch())
+            self._submit(Membership(*joining, self._router, self._repairs, settings).watch())
 
     @property
     def members(self) -> Sequence[Member]:
@@ -139,8 +139,8 @@ class Fleet(Served):
         return self._submit(protocol.converse(ask, one_turn, probe_prompts, sampling, None)).result()
 
     def sleep(self) -> None:
-        if self._limits.sleep_level:
-            self.weights.sleep(self._limits.sleep_level)
+        if self._settings.sleep_level:
+            self.weights.sleep(self._settings.sleep_level)
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of working servers; since the last call, restarts, repeated requests and sent bytes."""
@@ -231,7 +231,7 @@ class Fleet(Served):
                 if failures == TRIES:
                     raise RolloutError(f"a request failed {TRIES} times; the last time: {e}") from e
                 if e.after_s is not None:
-                    await asyncio.sleep(retry_pause_s(e.after_s, failures - 1, self._limits.request_timeout_s))
+                    await asyncio.sleep(retry_pause_s(e.after_s, failures - 1, self._settings.request_timeout_s))
 
     async def _ask_one(
         self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, broken: bool, urgent: bool
@@ -244,7 +244,7 @@ class Fleet(Served):
             route, body = self._api.request(ids, sampling, seed, self.weights.model or member.facts.model)
             with traces.span("generate", server=member.endpoint.url):
                 is_sampling = functools.partial(
-                    self._api.working, member.endpoint.with_timeout(self._limits.health_timeout_s)
+                    self._api.working, member.endpoint.with_timeout(self._settings.health_timeout_s)
                 )
                 answer = await member.ask(route, body, is_sampling, max_bytes=max_answer_bytes(sampling))
             with reading(f"the server at {member.endpoint.url}", answer):
@@ -276,21 +276,20 @@ class Fleet(Served):
         self._loop.call_soon_threadsafe(functools.partial(self._repairs.report_failure, member, fault, broken=True))
 
 
+@dataclasses.dataclass(eq=False)
 class ServerEngine:
     """Servers that are starting, or addresses of running ones; `ready` waits for them and returns the sampler."""
 
-    def __init__(
-        self,
-        servers: Sequence[Server],
-        urls: Sequence[str] | Lookup,
-        publisher: Publisher,
-        make_api: Callable[[Sequence[int]], ServerApi],
-        limits: ServerLimits,
-    ):
-        self.servers, self._urls, self._publisher, self._make_api = servers, urls, publisher, make_api
-        self._limits = limits
-        self._fleet: Fleet | None = None
-        for server in servers:
+    servers: Sequence[Server]
+    urls: Sequence[str] | Lookup
+    publisher: Publisher
+    make_api: Callable[[Sequence[int]], ServerApi]
+    settings: ServerSettings
+    _fleet: Fleet | None = None
+
+    def __post_init__(self) -> None:
+        """Starts the servers."""
+        for server in self.servers:
             server.start()
 
     def ready(
@@ -299,39 +298,39 @@ class ServerEngine:
         """Waits for the servers, checks each, and returns the fleet; `talk` None means one turn."""
         for started in self.servers:
             started.wait_ready()
-        api, timeout_s = self._make_api(eos_token_ids), self._limits.request_timeout_s
+        api, timeout_s = self.make_api(eos_token_ids), self.settings.request_timeout_s
         attach = functools.partial(self._attach, attached_key(), api)
         joining, members = None, list[Member]()
-        if callable(self._urls):
-            joining = (self._urls, attach)
+        if callable(self.urls):
+            joining = (self.urls, attach)
             members = self._wait_for_members(*joining)
         else:
-            for url in self._urls:
+            for url in self.urls:
                 _add_member(members, attach(url))
         for s in self.servers:
             endpoint = Endpoint(s.url, timeout_s=timeout_s, explain=s.excerpt, key=s.key)
             members.append(self._member(s, endpoint, api))
-        self._fleet = Fleet(members, api, self._publisher, self._limits, decode=decode, talk=talk, joining=joining)
+        self._fleet = Fleet(members, api, self.publisher, self.settings, decode=decode, talk=talk, joining=joining)
         return self._fleet
 
     def _member(self, server: Server | None, endpoint: Endpoint, api: ServerApi) -> Member:
         """Inspects a server and returns it as a member; UserError if it is unsuitable."""
         try:
-            return Member(endpoint, server, api.inspect(endpoint), self._limits.connections)
+            return Member(endpoint, server, api.inspect(endpoint), self.settings.connections)
         except RolloutError as e:
             raise UserError(f"{e}; {api.advice}") from e
 
     def _attach(self, key: guard.Key, api: ServerApi, url: str, of_this_run: bool = False) -> Member:
         """Attaches to the running server at `url`; one of this run may be paused."""
-        endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, explain=str)
-        if needs_token(endpoint.with_timeout(self._limits.health_timeout_s), api):
+        endpoint = Endpoint(url, timeout_s=self.settings.request_timeout_s, explain=str)
+        if needs_token(endpoint.with_timeout(self.settings.health_timeout_s), api):
             endpoint.set_address(url, key.leased())
-        _require_awake(endpoint.with_timeout(self._limits.health_timeout_s), api, of_this_run=of_this_run)
+        _require_awake(endpoint.with_timeout(self.settings.health_timeout_s), api, of_this_run=of_this_run)
         return self._member(None, endpoint, api)
 
     def _wait_for_members(self, lookup: Lookup, attach: Callable[[str], Member]) -> list[Member]:
         """Waits for the first servers of a look-up; others join later."""
-        deadline = time.monotonic() + self._limits.start_timeout_s
+        deadline = time.monotonic() + self.settings.start_timeout_s
         while True:
             members, last_fault = list[Member](), "it names none"
             try:
@@ -345,7 +344,7 @@ class ServerEngine:
             if members:
                 return members
             if time.monotonic() > deadline:
-                limit = f"within rollout.start_timeout_s={self._limits.start_timeout_s:g}"
+                limit = f"within rollout.start_timeout_s={self.settings.start_timeout_s:g}"
                 raise UserError(f"no server of rollout.urls answered {limit}; {last_fault}")
             time.sleep(LOOKUP_S)
 
@@ -355,7 +354,7 @@ class ServerEngine:
             self._fleet.close()
             return
         stop_all(self.servers)
-        self._publisher.close()
+        self.publisher.close()
 
 
 def _add_member(members: list[Member], member: Member) -> None:

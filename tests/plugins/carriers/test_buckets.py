@@ -13,7 +13,6 @@ from jppo.plugins.carriers import buckets, transports
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.layout import Staging
@@ -85,9 +84,9 @@ def made(fakes, settings, monkeypatch):
             serve(fake)
             stages(fake)
             fake.answers["jppo_info"] = (200, {"results": [INFO | {"buckets": True} | info]})
-        limits = ServerLimits(5.0, 5.0, 3)
         urls = [fake.url for fake in fakes[:count]]
-        how = dict(settings=settings(publish_via="tcp"), urls=urls, limits=limits, publish_dir="")
+        limits = dict(request_timeout_s=5.0, health_timeout_s=5.0, max_restarts=3)
+        how = dict(settings=settings(publish_via="tcp", **limits), urls=urls)
         engines.append(start_vllm("model", "run", **how))
         sampler = engines[-1].ready(eos_token_ids=[2], decode=str)
         sampler.load(Repeatable(lambda: iter(TENSORS.items())), version=7)
@@ -297,9 +296,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jppo.rollout import publish
 from jppo.models import decoder, config_reader, hf_write, placing
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.servers.member import ServerLimits
 from jppo.plugins.carriers import buckets
-from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.servers.member import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from tests.plugins.carriers import test_buckets as t
 from tests.rollout.conftest import FakeServer, INFO
@@ -329,10 +327,9 @@ if rank == 1:
             raise ConnectionAbortedError
         return good(body)
     fake.answers[t.UPDATE] = (200, once)
-made = ServerSettings(python="", servers=1, port=0, dtype="float32", max_model_len=64, vocab_size=1000, max_num_seqs=8,
-    enforce_eager=True, gpu_memory_utilization=0.4, kv_cache_memory_bytes=1, omp_threads=1,
-    start_timeout_s=60.0, publish_via="tcp")
-engine = start_vllm("m", "run", settings=made, urls=[fake.url], limits=ServerLimits(10.0, 5.0, 2), publish_dir="")
+made = ServerSettings(max_model_len=64, vocab_size=1000, max_num_seqs=8, publish_via="tcp",
+    request_timeout_s=10.0, health_timeout_s=5.0, max_restarts=2)
+engine = start_vllm("m", "run", settings=made, urls=[fake.url])
 sampler = engine.ready(eos_token_ids=[2], decode=str)
 hosts = types.SimpleNamespace(count=2, together=lambda work: work())
 how = publish.PublishSettings(dtype="float32", on_device=False, adapters=None, base="m", on_update="wait")

@@ -14,7 +14,6 @@ from jppo.plugins.carriers import buckets, device_carriers, transports
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import layout, publish
 from jppo.rollout.vllm.client import start_vllm
 from tests.plugins.carriers import test_buckets
@@ -27,6 +26,8 @@ from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, until, who
 FINISH = "/finish_weight_update"
 ON_DEVICES = ("nccl", "ipc")
 CARRIERS = ["file", "tcp", *(pytest.param(name, marks=(pytest.mark.vllm, needs_cc)) for name in ON_DEVICES)]
+
+LIMITS = dict(request_timeout_s=8.0, health_timeout_s=5.0, max_restarts=3)
 
 
 def maps(fake):
@@ -118,8 +119,8 @@ def way(request, fakes, settings, monkeypatch):
             restart(fake)
         engines.append(
             start_vllm(
-                "model", "run", settings=settings(publish_via=carrier), urls=[fake.url for fake in fakes[:count]],
-                limits=ServerLimits(8.0, 5.0, 3), publish_dir="",
+                "model", "run", settings=settings(publish_via=carrier, **LIMITS),
+                urls=[fake.url for fake in fakes[:count]],
             )
         )  # fmt: skip
         sampler = engines[-1].ready(eos_token_ids=[2], decode=str)

@@ -13,12 +13,13 @@ import pytest
 from jppo.errors import UserError
 from jppo.plugins.carriers import buckets, device_carriers, transports
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import start_vllm
 from tests.plugins.carriers.test_nccl import UPDATE, engine, has, library, source, works  # noqa: F401 (fixtures)
 from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, whole
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+LIMITS = dict(request_timeout_s=8.0, health_timeout_s=5.0, max_restarts=3)
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +47,7 @@ def made(fakes, settings, monkeypatch, engine, gpu):  # noqa: F811
     carrier = device_carriers.Ipc([(jax.devices()[1], gpu(1)), (jax.devices()[0], gpu(0))])
     monkeypatch.setattr(device_carriers, "make_ipc_carrier", lambda: carrier)
     started = start_vllm(
-        "model", "run", settings=settings(publish_via="ipc"), urls=[fake.url for fake in fakes],
-        limits=ServerLimits(8.0, 5.0, 3), publish_dir="",
+        "model", "run", settings=settings(publish_via="ipc", **LIMITS), urls=[fake.url for fake in fakes],
     )  # fmt: skip
     sampler = started.ready(eos_token_ids=[2], decode=str)
     sampler.load(source(engine, 0), version=7)

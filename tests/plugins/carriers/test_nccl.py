@@ -17,7 +17,6 @@ from jppo.errors import UserError
 from jppo.plugins.carriers import buckets, device_carriers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
-from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import start_vllm
 from tests.rollout.conftest import INFO
 from tests.rollout.test_fleet import asked, serve
@@ -25,6 +24,8 @@ from tests.rollout.test_fleet import asked, serve
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 pytestmark = needs_cc
 JOIN, UPDATE = "/init_weight_transfer_engine", "/update_weights"
+
+LIMITS = dict(request_timeout_s=8.0, health_timeout_s=5.0, max_restarts=3)
 
 
 @pytest.fixture(scope="session")
@@ -131,8 +132,7 @@ def made(fakes, settings, monkeypatch, engine, library):
         buckets, "Tcp", lambda *_: device_carriers.Nccl(lambda: communicator(library), jax.devices()[0])
     )
     started = start_vllm(
-        "model", "run", settings=settings(publish_via="tcp"), urls=[fake.url for fake in fakes],
-        limits=ServerLimits(8.0, 5.0, 3), publish_dir="",
+        "model", "run", settings=settings(publish_via="tcp", **LIMITS), urls=[fake.url for fake in fakes],
     )  # fmt: skip
     sampler = started.ready(eos_token_ids=[2], decode=str)
     sampler.load(source(engine, 0), version=7)

@@ -22,7 +22,6 @@ from jppo.plugins.sglang.client import GENERATE, RESERVED_OPTIONS, Sglang, check
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers import replies
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.member import ServerLimits
 from jppo.run.inputs import read_inputs, read_test, require_publishable
 from jppo.settings import check
 from jppo.types import Prompt
@@ -79,10 +78,17 @@ def start(python, settings, tmp_path):
             start_sglang(
                 str(tmp_path / "model"),
                 str(tmp_path / "run"),
-                settings=settings(python=python, servers=servers, max_model_len=11, devices=("0", "1"), **changes),
+                settings=settings(
+                    python=python,
+                    servers=servers,
+                    max_model_len=11,
+                    devices=("0", "1"),
+                    request_timeout_s=60.0,
+                    health_timeout_s=health_s,
+                    max_restarts=2,
+                    **changes,
+                ),
                 urls=urls,
-                limits=ServerLimits(request_timeout_s=60.0, health_timeout_s=health_s, max_restarts=2),
-                publish_dir="",
             )
         )
         return engines[-1].ready(eos_token_ids=[END], decode=str) if ready else engines[-1]
@@ -121,6 +127,7 @@ def test_samples_are_of_the_published_weights_and_their_log_probs_exact(start, t
     assert facts(found[1]) != facts(found[2])
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=2)) == facts(found[2])
     assert len({tuple(t.tokens) for t in found[2]}) > 8  # seeds differ
+    sampler.sleep()  # which no level asks for
     steps = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
     assert [route for route, _ in posted(tmp_path) if route != GENERATE] == 2 * steps
     loaded = [body["model_path"] for route, body in posted(tmp_path) if route == steps[1]]
@@ -130,12 +137,10 @@ def test_samples_are_of_the_published_weights_and_their_log_probs_exact(start, t
 
 
 def test_a_server_that_sleeps_wakes_with_the_next_weights(start, tmp_path):
-    sampler = start(sleeps=True)
+    sampler = start(sleep_level=2)
     sampler.load(weights(1).items(), version=1)
     expected = facts(sampler.generate(PROMPTS, SAMPLING, version=1))
-    sampler.sleep()  # which no level asks for
-    assert not any("memory" in route for route, _ in posted(tmp_path))
-    sampler.weights.sleep(2)
+    sampler.sleep()
     sampler.load(weights(1).items(), version=1)
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=1)) == expected
     routes = [(route, body.get("tags")) for route, body in posted(tmp_path) if "memory" in route or "update" in route]
@@ -408,4 +413,4 @@ def test_a_training(small_run, python, quick_compilation):
 def test_a_quantised_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
     with pytest.raises(UserError, match=r"plain weights only; set rollout\.name=vllm$"):
-        start_sglang(str(tmp_path), "run", settings=None, urls=["u"], limits=None, publish_dir="")
+        start_sglang(str(tmp_path), "run", settings=None, urls=["u"])
