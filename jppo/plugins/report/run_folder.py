@@ -166,7 +166,9 @@ def stage_times(lines: Lines, bars: int = BARS) -> dict[str, Any]:
     known = [stage for stage in STAGES if stage in stages and stage != "step"]
     parts = [s for s in known if s not in OUTSIDE] + sorted(stages - {*STAGES})
     names = [s for s in known if s == "start"] + parts + [s for s in known if s in ("testing", "save")]
-    seconds = {s: np.array([number(line.get(f"timing_s/{s}")) or 0.0 for line in lines]) for s in [*names, "step"]}
+    seconds = {
+        stage: np.array([number(line.get(f"timing_s/{stage}")) or 0.0 for line in lines]) for stage in [*names, "step"]
+    }
     if "step" in stages:
         remainder = seconds["step"] - sum((seconds[s] for s in parts), np.zeros(len(lines)))
         names = [*names, "other"]
