@@ -11,7 +11,7 @@ from jppo.learner import sharding, state
 from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
 from jppo.rewards.classifier import Classifier, JaxRewardModel, choose_engine, convert_weights, locate, read_classifier
-from jppo.rewards.judge import OPEN_ENDED, JudgePart, make_rubric
+from jppo.rewards.judge import OPEN_ENDED, JudgePart, Rubric, make_rubric
 from jppo.rewards.judge_client import JudgeClient
 from jppo.rewards.model import ModelPart, Normalizer, StepPart, Texts
 from jppo.rewards.model_process import TransformersRewardModel, VllmRewardModel
@@ -21,13 +21,24 @@ from jppo.settings import Judge, RewardModel
 
 def make_judge(j: Judge) -> JudgePart:
     """Makes the judge and its client."""
-    rubric = make_rubric(j)
-    return JudgePart(JudgeClient(j), rubric, concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
+    client = JudgeClient(
+        j.api_type,
+        model=j.model,
+        base_url=j.base_url,
+        temperature=j.temperature,
+        max_tokens=j.max_tokens,
+        timeout_s=j.timeout_s,
+    )
+    return JudgePart(client, _make_rubric(j), concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
+
+
+def _make_rubric(j: Judge) -> Rubric:
+    return make_rubric(j.preset, system_prompt=j.system_prompt, scoring_prompt=j.scoring_prompt, max_score=j.max_score)
 
 
 def asks_for_truth(j: Judge) -> bool:
     """Whether the judge's question has the ground truth, which the rows must then have."""
-    return "{ground_truth}" in make_rubric(j).scoring and bool(j.scoring_prompt or j.preset not in OPEN_ENDED)
+    return "{ground_truth}" in _make_rubric(j).scoring and bool(j.scoring_prompt or j.preset not in OPEN_ENDED)
 
 
 def make_reward_model(m: RewardModel, policy_tokenizer: Any, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:
@@ -36,14 +47,8 @@ def make_reward_model(m: RewardModel, policy_tokenizer: Any, mesh: jax.sharding.
     directory = convert_weights(locate(m.path), python=m.python, steps=steps)
     classifier = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, directory=directory, steps=steps)
     texts = Texts(tokenizer, max_length=m.max_length)
-    engine, log = choose_engine(m.engine, classifier.model_type), log / "reward_model.log"
-    scorer: Any
-    if engine == "jax":
-        scorer = _make_jax_model(m, classifier, mesh)
-    elif engine == "transformers":
-        scorer = TransformersRewardModel(classifier, m, log=log)
-    else:
-        scorer = VllmRewardModel(classifier, m, build=check_vllm(m.python, "reward.model.python"), log=log)
+    engines = {"jax": _make_jax_model, "transformers": _make_transformers_model, "vllm": _make_vllm_model}
+    scorer = engines[choose_engine(m.engine, classifier.model_type)](m, classifier, mesh, log)
     if steps:
         return StepPart(
             scorer,
@@ -58,7 +63,7 @@ def make_reward_model(m: RewardModel, policy_tokenizer: Any, mesh: jax.sharding.
     return ModelPart(scorer, texts, batch_size=m.batch_size, normalizer=normalizer, clip=m.clip)
 
 
-def _make_jax_model(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh) -> JaxRewardModel:
+def _make_jax_model(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     _, cfg = hf.read_config(classifier.directory, longest=m.max_length)
     needs = fused.Needs(
         **attention_settings(cfg),
@@ -78,4 +83,26 @@ def _make_jax_model(m: RewardModel, classifier: Classifier, mesh: jax.sharding.M
         shardings=state.model_weights(cfg, mesh, head="trunk", param_dtype=m.dtype).shardings,
         rows=sharding.whole_rows_sharding(mesh),
         attend=fused.make_attention(kernel, needs, mesh=mesh, split=sequence_parallel.WHOLE),
+    )
+
+
+def _make_transformers_model(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+    log.mkdir(parents=True, exist_ok=True)
+    return TransformersRewardModel(
+        classifier, log=log / "reward_model.log", python=m.python, device=m.device, dtype=m.dtype, threads=m.threads
+    )
+
+
+def _make_vllm_model(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+    log.mkdir(parents=True, exist_ok=True)
+    return VllmRewardModel(
+        classifier,
+        build=check_vllm(m.python, "reward.model.python"),
+        batch_size=m.batch_size,
+        max_length=m.max_length,
+        log=log / "reward_model.log",
+        python=m.python,
+        dtype=m.dtype,
+        threads=m.threads,
+        gpu_memory_utilization=m.gpu_memory_utilization,
     )
