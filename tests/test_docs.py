@@ -180,7 +180,7 @@ class NoClient:
 
 def judge_metrics() -> set[str]:
     """What a judge counts."""
-    rubric = prompts.make_rubric(settings.Judge(preset="math"))
+    rubric = prompts.make_rubric("math", system_prompt="", scoring_prompt="", max_score=10.0)
     part = JudgePart(NoClient(), rubric, concurrency=1, retries=0)
     try:
         return set(part.metrics())

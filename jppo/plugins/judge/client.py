@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jppo.errors import UserError
-from jppo.settings import Judge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,26 +63,29 @@ class JudgeReply:
 class JudgeClient:
     """The client of one judge: returns an answer to a question or raises one JudgeError."""
 
-    def __init__(self, j: Judge):
+    def __init__(
+        self, api_type: str, *, model: str, base_url: str, temperature: float, max_tokens: int, timeout_s: float
+    ):
         """Prepares the client of a provider's SDK; UserError if its key or its package is missing."""
-        if not j.model:
+        if not model:
             raise UserError("reward.judge.model is empty; set it to a model name of the judge's server")
-        provider = PROVIDERS[j.api_type]
-        url = j.base_url or provider.base_url
-        is_local = _host(url) in _LOCAL
-        key = _read_key(j.api_type, url, needed=not is_local)
+        provider = PROVIDERS[api_type]
+        self._url = base_url or provider.base_url
+        is_local = _host(self._url) in _LOCAL
+        key = _read_key(api_type, self._url, needed=not is_local)
         self.scrub = _make_scrubber(key)
         # everything that an answer depends on, except the question
-        self.asked = {name: getattr(j, name) for name in ("api_type", "model", "temperature", "max_tokens")}
-        self.asked["base_url"] = url
-        self._judge = f"the judge {j.model} at {url}"
-        self._timeout_s = j.timeout_s
+        self.asked = dict(
+            api_type=api_type, base_url=self._url, model=model, temperature=temperature, max_tokens=max_tokens
+        )
+        self._judge = f"the judge {model} at {self._url}"
+        self._timeout_s = timeout_s
         self._sdk = _import_sdk(provider.sdk)
-        options: dict[str, Any] = dict(api_key=key, base_url=url, timeout=j.timeout_s, max_retries=0)
+        options: dict[str, Any] = dict(api_key=key, base_url=self._url, timeout=timeout_s, max_retries=0)
         if is_local:  # proxies do not reach it; anthropic's client uses the environment's even without trust_env
             mounts = dict.fromkeys(("http://", "https://", "all://"))
             client = self._sdk.DefaultAsyncHttpxClient
-            options["http_client"] = client(trust_env=False, mounts=mounts, timeout=j.timeout_s)
+            options["http_client"] = client(trust_env=False, mounts=mounts, timeout=timeout_s)
         self._other_forms: set[str] = set()
         if provider.sdk == "openai":
             self._client = self._sdk.AsyncOpenAI(**options)

@@ -27,7 +27,6 @@ from typing import Any
 from jppo.errors import UserError, expanded
 from jppo.plugins.judge.client import JudgeClient, JudgeError, JudgeReply
 from jppo.rewards.parts import Part, Sample, failed, graded, pending
-from jppo.settings import Judge
 from jppo.types import Reward
 
 _PLACEHOLDER_NAMES = ("prompt", "response", "ground_truth")
@@ -71,16 +70,16 @@ class Rubric:
         return _PLACEHOLDER.sub(lambda match: texts[match[1]], scoring)
 
 
-def make_rubric(j: Judge) -> Rubric:
+def make_rubric(preset: str, *, system_prompt: str, scoring_prompt: str, max_score: float) -> Rubric:
     """Makes the judge's prompts: those of a preset, with custom ones in place of one or both."""
-    if not j.preset and not j.scoring_prompt:
+    if not preset and not scoring_prompt:
         raise UserError(
             "reward.judge.preset and reward.judge.scoring_prompt are both empty: the judge has no prompt; "
             f"set the preset to one of {', '.join(PRESETS)}, or write a scoring_prompt"
         )
-    system, scoring = PRESETS.get(j.preset, ("", ""))
-    preset_scoring = f"{scoring}\n\n{_SCALE.replace('MAX', f'{j.max_score:g}')}"
-    return Rubric(j.system_prompt or system, j.scoring_prompt or preset_scoring, j.max_score)
+    system, scoring = PRESETS.get(preset, ("", ""))
+    preset_scoring = f"{scoring}\n\n{_SCALE.replace('MAX', f'{max_score:g}')}"
+    return Rubric(system_prompt or system, scoring_prompt or preset_scoring, max_score)
 
 
 def read_score(text: str, max_score: float, *, cut: bool = False) -> float:

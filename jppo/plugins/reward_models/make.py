@@ -30,14 +30,8 @@ def make_reward_model(m: RewardModel, policy_tokenizer: Any, mesh: jax.sharding.
     directory = convert_weights(locate(m.path), python=m.python, steps=steps)
     classifier = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, directory=directory, steps=steps)
     texts = Texts(tokenizer, max_length=m.max_length)
-    engine, log = choose_engine(m.engine, classifier.model_type), log / "reward_model.log"
-    scorer: Any
-    if engine == "jax":
-        scorer = _make_jax_model(m, classifier, mesh)
-    elif engine == "transformers":
-        scorer = TransformersRewardModel(classifier, m, log=log)
-    else:
-        scorer = VllmRewardModel(classifier, m, build=check_vllm(m.python, "reward.model.python"), log=log)
+    engines = {"jax": _make_jax_model, "transformers": _make_transformers_model, "vllm": _make_vllm_model}
+    scorer = engines[choose_engine(m.engine, classifier.model_type)](m, classifier, mesh, log)
     if steps:
         return StepPart(
             scorer,
@@ -52,7 +46,7 @@ def make_reward_model(m: RewardModel, policy_tokenizer: Any, mesh: jax.sharding.
     return ModelPart(scorer, texts, batch_size=m.batch_size, normalizer=normalizer, clip=m.clip)
 
 
-def _make_jax_model(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh) -> JaxRewardModel:
+def _make_jax_model(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     _, cfg = hf.read_config(classifier.directory, longest=m.max_length)
     needs = fused.Needs(
         **attention_settings(cfg),
@@ -72,4 +66,26 @@ def _make_jax_model(m: RewardModel, classifier: Classifier, mesh: jax.sharding.M
         shardings=state.model_weights(cfg, mesh, head="trunk", param_dtype=m.dtype).shardings,
         rows=sharding.whole_rows_sharding(mesh),
         attend=fused.make_attention(kernel, needs, mesh=mesh, split=sequence_parallel.WHOLE),
+    )
+
+
+def _make_transformers_model(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+    log.mkdir(parents=True, exist_ok=True)
+    return TransformersRewardModel(
+        classifier, log=log / "reward_model.log", python=m.python, device=m.device, dtype=m.dtype, threads=m.threads
+    )
+
+
+def _make_vllm_model(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+    log.mkdir(parents=True, exist_ok=True)
+    return VllmRewardModel(
+        classifier,
+        build=check_vllm(m.python, "reward.model.python"),
+        batch_size=m.batch_size,
+        max_length=m.max_length,
+        log=log / "reward_model.log",
+        python=m.python,
+        dtype=m.dtype,
+        threads=m.threads,
+        gpu_memory_utilization=m.gpu_memory_utilization,
     )

@@ -28,11 +28,9 @@ from jppo.plugins.reward_models.classifier import Classifier, model_error, witho
 from jppo.plugins.reward_models.model import ScoringError
 from jppo.rollout.servers import replies
 from jppo.rollout.servers.endpoint import ServerFault
-from jppo.settings import RewardModel
 
 _LOG_LINES = 8
 _MAX_STARTS = 2  # of one process: after a crash it is restarted once
-TIMEOUT_S = 600.0  # of a batch
 
 
 class _ScorerProcess:
@@ -101,18 +99,29 @@ class _ScorerProcess:
 class TransformersRewardModel(_ScorerProcess):
     """Starts `torch_worker.py` and sends it batches; a crash fails the current batch, and one crash is survived.
 
-    The constructor does not wait; `wait_ready` does.
+    `python` is an interpreter with torch and transformers ('' is the trainer's own), `device` is a torch device,
+    `threads` are torch threads. The constructor does not wait; `wait_ready` does.
     """
 
-    def __init__(self, classifier: Classifier, m: RewardModel, *, log: pathlib.Path, timeout_s: float = TIMEOUT_S):
+    def __init__(
+        self,
+        classifier: Classifier,
+        *,
+        log: pathlib.Path,
+        python: str = "",
+        device: str = "cpu",
+        dtype: str = "float32",
+        threads: int = 1,
+        timeout_s: float = 600.0,
+    ):
         """Starts the worker process with the model's directory, device, dtype and number of threads."""
         self._timeout_s = timeout_s
-        program = [executable(m.python, "reward.model.python"), "-m", "jppo.plugins.reward_models.torch_worker"]
+        program = [executable(python, "reward.model.python"), "-m", "jppo.plugins.reward_models.torch_worker"]
         kind = "token" if classifier.steps else "sequence"
         super().__init__(
             classifier.path,
-            command=[*program, classifier.directory, str(os.getpid()), m.device, m.dtype, str(m.threads), kind],
-            env={"OMP_NUM_THREADS": str(m.threads)},
+            command=[*program, classifier.directory, str(os.getpid()), device, dtype, str(threads), kind],
+            env={"OMP_NUM_THREADS": str(threads)},
             log=log,
         )
 
@@ -200,7 +209,7 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
-_POLL_S, _START_TIMEOUT_S = 0.2, 300.0
+_POLL_S = 0.2
 _STOP_S = 15.0  # longer than the launcher takes
 _NAME = "reward-model"
 # Variables that would override the cache's size, and ask for a key on a socket that its permissions protect.
@@ -214,29 +223,43 @@ class VllmRewardModel(_ScorerProcess):
     leaves. The constructor does not wait; `wait_ready` does.
     """
 
-    def __init__(self, classifier: Classifier, m: RewardModel, *, build: str, log: pathlib.Path):
+    def __init__(
+        self,
+        classifier: Classifier,
+        *,
+        build: str,
+        batch_size: int,
+        max_length: int,
+        log: pathlib.Path,
+        python: str = "",
+        dtype: str = "float32",
+        threads: int = 1,
+        gpu_memory_utilization: float = 0.2,
+        start_timeout_s: float = 300.0,
+        timeout_s: float = 600.0,
+    ):
         """Starts vLLM on a socket in a temporary folder, with a CPU's or a GPU's options by `build`."""
-        self._classifier = classifier
+        self._classifier, self._start_timeout_s = classifier, start_timeout_s
         self._folder = tempfile.mkdtemp(prefix="jppo-rm-")  # a socket path must be short
         self._socket = os.path.join(self._folder, "vllm.sock")
         arguments = [
             *("--model", classifier.directory, "--served-model-name", _NAME, "--uds", self._socket),
             *("--runner", "pooling", "--convert", "classify"),
-            *("--dtype", m.dtype, "--max-model-len", str(m.max_length), "--max-num-seqs", str(m.batch_size)),
-            *("--max-num-batched-tokens", str(max(m.max_length, 4096))),
+            *("--dtype", dtype, "--max-model-len", str(max_length), "--max-num-seqs", str(batch_size)),
+            *("--max-num-batched-tokens", str(max(max_length, 4096))),
             *("--enforce-eager", "--disable-uvicorn-access-log", "--disable-log-stats"),
         ]
         env = {"VLLM_NO_USAGE_STATS": "1"}
         if build == "gpu":
-            arguments += ["--gpu-memory-utilization", str(m.gpu_memory_utilization)]
+            arguments += ["--gpu-memory-utilization", str(gpu_memory_utilization)]
         else:
             arguments += ["--kv-cache-memory-bytes", str(2**27)]
-            env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(m.threads)}
+            env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(threads)}
         # Run by name, because the launcher is a separate program: it ends vLLM with us and removes the folder.
         launcher = [sys.executable, "-m", "jppo.rollout.servers.launch", str(os.getpid()), self._folder]
-        program = [executable(m.python, "reward.model.python"), "-m", "vllm.entrypoints.openai.api_server"]
+        program = [executable(python, "reward.model.python"), "-m", "vllm.entrypoints.openai.api_server"]
         self._client = httpx.Client(
-            transport=httpx.HTTPTransport(uds=self._socket), base_url="http://reward-model", timeout=TIMEOUT_S
+            transport=httpx.HTTPTransport(uds=self._socket), base_url="http://reward-model", timeout=timeout_s
         )
         super().__init__(classifier.path, command=[*launcher, *program, *arguments], env=env, log=log)
 
@@ -286,13 +309,13 @@ class VllmRewardModel(_ScorerProcess):
 
     def _wait(self) -> None:
         """Polls the server's health until it is ready; ScoringError if it ends or takes too long."""
-        deadline = time.monotonic() + _START_TIMEOUT_S
+        deadline = time.monotonic() + self._start_timeout_s
         while not self._ready:
             process = self._process
             if process is None or process.poll() is not None:
                 raise self._failed("did not start")
             if time.monotonic() > deadline:
-                raise self._failed(f"was not ready after {_START_TIMEOUT_S:g} s")
+                raise self._failed(f"was not ready after {self._start_timeout_s:g} s")
             with contextlib.suppress(httpx.HTTPError):
                 self._ready = _listens(self._socket) and self._client.get("/health").status_code == 200
             if not self._ready:

@@ -35,7 +35,6 @@ from jppo.plugins.reward_models.classifier import (
 from jppo.plugins.reward_models.model import ModelPart, Normalizer, ScoringError, Texts
 from jppo.plugins.reward_models.model_process import TransformersRewardModel, VllmRewardModel
 from jppo.rewards.parts import Sample
-from jppo.settings import RewardModel
 from jppo.types import Prompt
 from tests.make import alive
 
@@ -454,7 +453,7 @@ def test_a_run_that_goes_on_has_the_scores_of_one_that_was_not_broken_off():
 def test_a_model_of_another_family_is_scored_in_its_process_and_survives_one_crash(made, tmp_path):
     path, model = made("deberta-v2")
     what, texts = opened(path)
-    scorer = TransformersRewardModel(what, RewardModel(), log=tmp_path / "run/rm.log", timeout_s=120)
+    scorer = TransformersRewardModel(what, log=tmp_path / "run/rm.log", timeout_s=120)
     part = ModelPart(scorer, texts, batch_size=2)
     # one whose parent is not there: it ends, though its input does not
     command = [
@@ -506,13 +505,13 @@ def test_a_process_that_does_not_start_says_what_it_printed_last(made, tmp_path)
     python.write_text("#!/bin/sh\necho no torch here >&2\nexit 3\n")
     python.chmod(0o755)
     what, _ = opened(made("deberta-v2")[0])
-    scorer = TransformersRewardModel(what, RewardModel(python=str(python)), log=tmp_path / "log")
+    scorer = TransformersRewardModel(what, log=tmp_path / "log", python=str(python))
     with pytest.raises(UserError, match=r"(?s)reward.model.path=.*ended with code 3.*no torch here"):
         scorer.wait_ready()
     scorer.close()
     scorer.close()
     with pytest.raises(UserError, match="'/no/python' is not a program"):
-        TransformersRewardModel(what, RewardModel(python="/no/python"), log=tmp_path / "log")
+        TransformersRewardModel(what, log=tmp_path / "log", python="/no/python")
 
 
 def test_the_worker_loads_whole_models_of_one_label_only(made, tmp_path):
@@ -701,7 +700,7 @@ def test_scores_of_vllm_are_read_in_the_order_of_the_texts(monkeypatch, tmp_path
     monkeypatch.setattr(VllmRewardModel, "_start", lambda self: None)
     monkeypatch.setattr(VllmRewardModel, "_ensure", lambda self: None)
     what = types.SimpleNamespace(path="model", directory="model", pad_token_id=PAD)
-    scorer = VllmRewardModel(what, RewardModel(), build="cpu", log=tmp_path / "rm.log")
+    scorer = VllmRewardModel(what, build="cpu", batch_size=2, max_length=128, log=tmp_path / "rm.log")
     scorer._client = httpx.Client(transport=httpx.MockTransport(handle), base_url="http://reward-model")
     if said is None:
         assert scorer.score([[5, 6, PAD], [7]]) == [-1.0, 0.5]
@@ -718,8 +717,7 @@ def test_scores_of_vllm_are_read_in_the_order_of_the_texts(monkeypatch, tmp_path
 def test_vllm_serves_the_same_scores_and_ends_when_it_is_told(made, tmp_path):
     path, model = made("qwen2")
     what, _ = opened(path)
-    settings = RewardModel(batch_size=2, max_length=128)
-    scorer = VllmRewardModel(what, settings, build="cpu", log=tmp_path / "run/rm.log")
+    scorer = VllmRewardModel(what, build="cpu", batch_size=2, max_length=128, log=tmp_path / "run/rm.log")
     scorer.wait_ready()
     texts = [[5, 6, 7], [8] * 128, [9, 10, PAD], list(range(5, 40))]
     assert scorer.score(texts) == pytest.approx([logit(model, ids) for ids in texts], abs=1e-4)

@@ -149,8 +149,7 @@ def test_sharded_over_a_mesh_the_step_scores_are_the_same(folder, quick_compilat
 def test_a_family_of_transformers_alone_is_scored_in_its_process(tmp_path):
     model = make_classifier(tmp_path, "deberta-v2", labels=2)
     what, texts = opened(tmp_path)
-    scorer = TransformersRewardModel(what, settings.RewardModel(), log=tmp_path / "rm.log", timeout_s=120)
-    part = made(scorer, texts, "last")
+    part = made(TransformersRewardModel(what, log=tmp_path / "rm.log", timeout_s=120), texts, "last")
     for found, steps, ends in zip(graded(part, map(sample, TEXTS)), STEPS, ENDS, strict=True):
         good = good_by_hand(logits_by_hand(model, steps))
         assert found.score == pytest.approx(good[-1], abs=1e-4)
