@@ -36,14 +36,12 @@ from examples import arithmetic
 from jppo import settings
 from jppo.models import decoder, hf, hf_write
 from jppo.rollout.servers import make as rollout
-from tests import programs
 from tests.make import trajectory, write_lines
 
 jax.config.update("jax_platforms", "cpu")  # where a plugin imported jax before the lines above
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 
-PROGRAMS = programs.share()
 QUICK = "jax_disable_most_optimizations"
 # Files that take longest start first, so that both workers end at the same time.
 LONG = ["test_hosts", "test_invariance", "test_api", "test_gateway", "test_decoder", "test_hf", "test_inprocess"]
@@ -106,14 +104,8 @@ def room_for_programs():
     yield
     compiled = time.monotonic() - began > 0.2  # reading the maps takes longer than most tests
     if compiled and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 40_000:
-        PROGRAMS.forget()
-
-
-@pytest.fixture
-def own_programs():
-    """For tests that count compilations."""
-    with programs.apart(PROGRAMS):
-        yield
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

@@ -889,7 +889,6 @@ def read_by_parts(config, monkeypatch):
         parts.policy_loss(read())
 
 
-@pytest.mark.usefixtures("own_programs")  # whose comparison would read every setting
 def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
     """Training as it is, but for the server."""
     a = small_run.algorithm

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import functools
 import importlib
 import re
 import types
@@ -10,10 +9,8 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jppo.algorithms import masked
 from tests.make import ROOT
 
 
@@ -27,47 +24,6 @@ def test_a_key_that_is_used_twice_raises():
     jax.random.normal(key)
     with pytest.raises(jax.errors.KeyReuseError):
         jax.random.normal(key)
-
-
-def made(code, name="jppo.made", **names):
-    """The function `f` of a module's source."""
-    names |= {"__name__": name, "jax": jax, "np": np, "functools": functools}
-    exec(code, names)
-    return names["f"]
-
-
-MAKER = """
-def scale(x): return x * 2
-def f(factor, add=0, kept=(), **options):
-    def program(x, more=add):
-        return scale(x) * factor + more + len(kept)
-    return jax.jit(functools.partial(program), **options)
-"""
-
-
-def test_equal_functions_of_jppo_share_a_program_and_others_do_not():
-    make = made(MAKER)
-    one = make(np.ones(3), 1)
-    assert make(np.ones(3), 1) is one and made(MAKER)(np.ones(3), 1) is one
-    again = made(MAKER.replace("x * 2", "x * 3"))(np.ones(3), 1)
-    others = [
-        make(np.zeros(3), 1), make(np.ones(3, np.float32), 1), make(np.ones(3), True), make(np.ones(3), 2), again,
-        make(np.ones(3), 1, kept=[]), make(np.ones(3), 1, kept=object()), make(np.ones(3), 1, donate_argnums=0),
-        make(np.ones(3), 1, kept=object()), made(MAKER, "others")(np.ones(3), 1),
-    ]  # fmt: skip
-    assert len({id(other) for other in [one, *others]}) == 11
-    assert float(one(1.0)[0]) == 3.0 and float(again(1.0)[0]) == 4.0
-
-
-def test_a_test_that_replaces_what_is_traced_or_counts_compilations_shares_no_program(monkeypatch, request):
-    make = made(MAKER)
-    one = make(1.0)
-    monkeypatch.setattr(masked, "whiten", None)
-    assert make(1.0) is not one
-    monkeypatch.undo()
-    assert make(1.0) is one
-    request.getfixturevalue("own_programs")
-    assert make(1.0) is not one
 
 
 def test_a_warning_of_ours_is_an_error_and_of_others_is_not():

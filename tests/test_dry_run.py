@@ -62,7 +62,6 @@ def test_parts_are_the_arrays_of_a_run(small_run, quick_compilation, changes):
     assert room.parts["policy"] == 8 * parts["policy"]  # the processor's devices are the machine
 
 
-@pytest.mark.usefixtures("own_programs")
 def test_programs_are_those_that_a_run_compiles(small_run, quick_compilation):
     c, counted = small_run, 0
     inputs, mesh = read_inputs(typed(c)), make_mesh(typed(c))

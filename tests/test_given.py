@@ -285,7 +285,6 @@ def require_as_by_hand(c, step, given_places=(2, 3), n=4):
     return metrics, own
 
 
-@pytest.mark.usefixtures("own_programs")
 def test_half_of_each_group_is_given(run):
     run.actor.ppo_mini_batch_size, run.actor.lr = 2, 1e-2
     rows = read_lines(run.data.train_files)

@@ -173,7 +173,6 @@ def test_devices_without_such_memory_are_refused_before_anything_starts(small_ru
         train.train(c)
 
 
-@pytest.mark.usefixtures("own_programs")
 def test_no_step_of_six_compiles(small_run, tmp_path, monkeypatch):
     how = {"data.row_lengths": 2, "rollout.n": 8, "actor.max_tokens_per_device": 14, "actor.shuffle": True}
     kl = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl_type": "adaptive"}

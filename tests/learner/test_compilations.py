@@ -56,7 +56,6 @@ def test_the_count_sees_a_compilation():
         pytest.param((1, 2, 2, 2), {}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.usefixtures("own_programs")
 def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_shape, changes):
     ours = new_learner(mesh_shape, make_recipe(**changes))
     plan = ours.plan("buckets", 23, 8)  # two shapes

@@ -469,7 +469,6 @@ def test_rows_and_parameters_lie_in_their_shards(made):
         assert up.addressable_shards[0].data.size * 8 == up.size
 
 
-@pytest.mark.usefixtures("own_programs")
 def test_no_later_call_compiles(made):
     cfg, mesh, values = model_of(NAME, (1, 4, 2))
     sampler = engine_of(cfg, mesh, rows=8, cut=True)
