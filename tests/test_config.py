@@ -19,6 +19,7 @@ from jppo.data import gsm8k
 from jppo.errors import UserError, UserErrors
 from jppo.learner import make, sharding
 from jppo.plugins.agents import make as agent
+from jppo.plugins.judge import make as judge
 from jppo.plugins.reward_models import make as reward
 from jppo.plugins.reward_models.classifier import Classifier
 from jppo.rollout.servers.member import ServerSettings
@@ -857,7 +858,7 @@ def read_by_parts(config, monkeypatch):
 
     config.reward.judge.api_type, config.reward.judge.model, config.reward.judge.preset = "openai", "m", "math"
     config.reward.judge.base_url = "http://127.0.0.1:9/v1"
-    reward.make_judge(read().reward.judge).close()
+    judge.make_judge(read().reward.judge).close()
     for name in ("JaxRewardModel", "TransformersRewardModel", "VllmRewardModel", "Texts"):
         monkeypatch.setattr(reward, name, lambda *_, **__: None)
     for name in ("load_tokenizer", "check_vllm"):

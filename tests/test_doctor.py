@@ -13,6 +13,7 @@ import rich.console
 from jppo import doctor
 from jppo.doctor import GIB, Finding
 from jppo.forecast.compilers import CUDNN
+from jppo.plugins.sglang import client
 from jppo.preflight import machine
 from jppo.preflight.memory_budget import NvidiaGpu, gpus
 
@@ -158,7 +159,7 @@ def test_the_command_ends_with_1_where_something_must_be_mended():
 def test_sglang_is_asked_of_the_interpreter_that_is_named(tmp_path, monkeypatch):
     without = machine.check_server("sglang", "", has_gpu=True)
     assert without.verdict == "FAIL" and "SGLang is not installed" in without.remedy
-    monkeypatch.setattr(machine, "check_sglang", lambda python: "0.5.9")
+    monkeypatch.setattr(client, "check_sglang", lambda python: "0.5.9")
     assert machine.check_server("sglang", "", has_gpu=True) == Finding("SGLang", "OK", "0.5.9")
     assert machine.check_server("sglang", "", has_gpu=False).verdict == "WARN"
     monkeypatch.setattr(machine, "check_vllm", lambda *_: pytest.fail("no vLLM is asked for"))

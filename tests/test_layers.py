@@ -421,7 +421,7 @@ def test_the_walk_sees_the_project():
         ("jppo.run.inputs", "from jppo import plugins", None),
         ("jppo.sweep", "from jppo.plugins.report import write_report", None),
         ("jppo.plugins.judge.judge", "from jppo.plugins.agents import make", "only commands import a plugin"),
-        ("jppo.plugins.judge.judge", "from jppo.rewards.parts import _grade", "the core's public names"),
+        ("jppo.plugins.judge.judge", "from jppo.rewards.parts import _split_into_blocks", "the core's public names"),
         ("jppo.plugins.verl.overrides", "from jppo.plugins.sandbox import shell", None),
         ("jppo.algorithms.kl", "import flax", "may import nothing of the kind"),
         ("jppo.algorithms.kl", "import jax.numpy as jnp", None),

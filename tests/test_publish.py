@@ -124,9 +124,9 @@ def test_an_array_keeps_nothing_of_what_was_fetched_of_it(policy):
 def test_only_so_many_tensors_are_on_their_way(policy, monkeypatch):
     cfg, values = policy
     made = []
-    real = hf_write._export_tensors
+    real = hf_write.device_tensors
     monkeypatch.setattr(
-        hf_write, "_export_tensors", lambda *args: (made.append(pair[0]) or pair for pair in real(*args))
+        hf_write, "device_tensors", lambda *args, **kw: (made.append(pair[0]) or pair for pair in real(*args, **kw))
     )
     monkeypatch.setattr(hf_write, "AHEAD", 0)
     for i, _ in enumerate(hf_write.hf_tensors(values, cfg)):

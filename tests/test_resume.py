@@ -59,7 +59,9 @@ def broken_off(config, run, monkeypatch, *, in_call_of, at, error):
         return in_call_of(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.ppo if in_call_of is train.ppo.learn else train, in_call_of.__name__, failing)
+        name = in_call_of.__name__
+        owner = next(x for x in (train, train.ppo, train.sample_log) if getattr(x, name, None) is in_call_of)
+        patch.setattr(owner, name, failing)
         with pytest.raises(raised):
             train.train(c)
     assert len(calls) == at
@@ -92,8 +94,8 @@ def test_whatever_ends_a_run_each_step_counts_once(whole, monkeypatch, tmp_path,
             for case in [
                 (train.ppo.learn, 2, KeyboardInterrupt()),
                 (train.ppo.learn, 2, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")),
-                (train.record_tokens, 2, OSError(28, "No space left on device")),
-                (train.sample_metrics, 2, SystemExit(3)),
+                (train.sample_log.record_tokens, 2, OSError(28, "No space left on device")),
+                (train.sample_log.sample_metrics, 2, SystemExit(3)),
                 (train.mark_stale, 2, ZeroDivisionError("a bug")),
                 (train.require_published, 1, RuntimeError("the step is neither tested nor logged")),
                 (train.validate, 2, UserError("a grader")),

@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from jppo import settings
 from jppo.algorithms import masked
-from jppo.learner import batch, estimate, estimators
+from jppo.learner import batch, catalogue, estimate, estimators
 from jppo.learner.views import TokenView
 from jppo.types import Reward
 from tests import make
@@ -83,8 +84,9 @@ def test_returns_to_go_count_only_what_is_still_to_be_earned():
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 def test_group_estimators_see_the_sums_alone(name):
-    make = getattr(estimators, name)
-    estimator = make(norm_adv_by_std=True) if name == "grpo" else make()
+    config = settings.default()
+    config.algorithm.adv_estimator = name
+    estimator = catalogue.ESTIMATORS[name](make.typed(config))
     rng = np.random.default_rng(1)
     scores = rng.normal(size=2 * len(CASES))
     amounts = [one for _, one, _ in CASES.values() for _ in range(2)]

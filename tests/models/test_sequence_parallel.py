@@ -107,7 +107,7 @@ def test_attention_gets_keys_for_the_heads_of_each_device(heads, size, keys, see
     """Two devices share six heads, and cannot share five."""
     found = []
 
-    def attend(q, k, v, segment, kind, sinks):
+    def attend(q, k, v, segment, kind):
         found.extend([k.shape, v.shape])
         return q
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from jppo import doctor, settings, train
+from jppo.plugins.sandbox import choice
 from jppo.preflight import checks as run
 from jppo.preflight import machine, memory, memory_budget
 from jppo.preflight.finding import GIB, Finding, examine
@@ -180,7 +181,7 @@ def useless_reward(c, tmp_path, monkeypatch):
 
 
 def no_protections(c, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine.choice, "lacks", lambda _: "no seccomp")
+    monkeypatch.setattr(choice, "lacks", lambda _: "no seccomp")
     return "sandbox"
 
 

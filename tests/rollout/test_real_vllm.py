@@ -18,7 +18,7 @@ import pytest
 from jppo.errors import UserError
 from jppo.models import hf
 from jppo.plugins.carriers import buckets
-from jppo.rollout.protocol import RolloutError, greedy
+from jppo.rollout.protocol import RolloutError, greedy, run
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.vllm import arguments, publish
 from jppo.rollout.vllm.client import start_vllm
@@ -476,7 +476,7 @@ def test_a_request_whose_caller_has_gone_ends_in_the_server(served):
     how = dataclasses.replace(greedy(360), ignore_eos=True)
 
     def made() -> float:
-        metrics = member.endpoint._call("GET", "/metrics").decode().splitlines()
+        metrics = run(member.endpoint._call("GET", "/metrics")).decode().splitlines()
         return sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:generation_tokens_total"))
 
     async def ask_and_go() -> None:
@@ -559,7 +559,7 @@ def test_speculated_samples_have_the_policys_distribution_and_its_log_probs(tmp_
                         excess += np.log(p[t.tokens[at]]) - mean
                         variance += (p[p > 0] * logp**2).sum() - mean**2
                 assert abs(excess) < 4 * variance**0.5, cut
-        said = sampler.members[0].endpoint._call("GET", "/metrics").decode().splitlines()
+        said = run(sampler.members[0].endpoint._call("GET", "/metrics")).decode().splitlines()
         counted = [float(line.split()[-1]) for line in said if "num_accepted_tokens_total" in line and line[0] != "#"]
         assert counted[0] > 200
     finally:

@@ -338,7 +338,7 @@ def test_a_server_that_answers_with_anything_is_refused_or_asked_in_one_line(fak
         engine = start_vllm("model", "run", settings=settings(**limits(5.0, 0)), urls=[fakes[0].url])
         try:
             member = engine.ready(eos_token_ids=[2], decode=str).members[0]
-            api = engine._make_api([2])
+            api = engine.make_api([2])
             assert api.version(member.endpoint) is None and api.working(member.endpoint, 1) is False
         except (RolloutError, UserError) as e:
             assert str(e).isprintable()

@@ -35,14 +35,14 @@ def test_a_full_disk_loses_nothing_and_leaves_no_half(tmp_path, disk):
         with pytest.raises(OSError, match="No space"):
             file.append(record)
         assert path.read_bytes() == b"one\n"
-    assert file.waiting == 2
+    assert len(file._waiting) == 2
     disk.left = 5
     with pytest.raises(OSError):
         file.append(b"four\n")
     assert path.read_bytes() == b"one\ntwo\n"
     disk.left = 100
     file.append(b"five\n")
-    assert path.read_bytes() == b"one\ntwo\nthree\nfour\nfive\n" and file.waiting == 0
+    assert path.read_bytes() == b"one\ntwo\nthree\nfour\nfive\n" and not file._waiting
     file.close()
 
 
