@@ -874,7 +874,8 @@ def read_by_parts(config, monkeypatch):
     talks.enable, talks.format, talks.tool_config_path = True, "plain", str(ROOT / "configs/agent_calculator.yaml")
     agent.make_agent(read(), None, ()).close()
     monkeypatch.setattr(agent, "character_limit", lambda *_: 1)
-    config.rollout.agent, config.rollout.agent_format = "true", "plain"
+    monkeypatch.setattr(agent.turn_tokens, "template_chat", lambda *_, **__: None)
+    config.rollout.agent, config.rollout.agent_format = "true", "hermes"
     agent.make_gateway(read(), None, ())
     assert batch_shape(read(), mesh)[0] >= config.rollout.agent_branches
     config.model.lora_rank = 2

@@ -316,11 +316,11 @@ def test_a_client_that_sends_without_reading_is_read_no_further():
 
 
 def asked(*sent, closes=None):
-    """The replies to requests on one connection, and the paths whose work was done; what closes after 0.1 s."""
+    """The replies to requests on one connection, and the paths whose work was done; what closes after 0.3 s."""
     done = []
 
     async def answer(call):
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.5)
         done.append(call.path)
         return json_reply({"path": call.path, "key": call.key})
 
@@ -329,7 +329,7 @@ def asked(*sent, closes=None):
         reader, writer = await asyncio.open_connection(*await server.start("127.0.0.1", 0))
         writer.write(b"".join(sent))
         if closes is not None:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
             closes(writer)
         found = b""
         while not (found.endswith(b"}") or reader.at_eof()):
@@ -337,7 +337,7 @@ def asked(*sent, closes=None):
         while sent[0].startswith(b"HEAD") and not reader.at_eof():
             found += await asyncio.wait_for(reader.read(2**16), 5)
         if not found.endswith(b"}"):
-            await asyncio.sleep(1.2)
+            await asyncio.sleep(2)
         writer.close()
         server.close()
         return found

@@ -168,12 +168,12 @@ def signing(store, rank, left, **limits):
 def test_a_host_that_gives_no_sign_is_lost_and_one_that_does_is_not(monkeypatch):
     monkeypatch.setattr(module, "_POLL_S", 0.02)
     store, left = Store(), []
-    (_, waiting), (second, _) = (signing(store, rank, left, timeout_s=1.0) for rank in (0, 1))
-    time.sleep(1.5)
+    (_, waiting), (second, _) = (signing(store, rank, left, timeout_s=2.0) for rank in (0, 1))
+    time.sleep(3.0)
     assert left == []
     second._ended.set()
     waiting.join(60)
-    assert left == [(0, 1, "host 1 is lost: no sign of it within trainer.host_timeout_s=1")]
+    assert left == [(0, 1, "host 1 is lost: no sign of it within trainer.host_timeout_s=2")]
 
 
 def test_who_is_ending_or_gone_is_heard(monkeypatch):

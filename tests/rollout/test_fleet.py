@@ -234,7 +234,7 @@ def test_a_server_that_lost_its_weights_gets_them_again(made, fakes):
 
 
 def test_a_hung_server_is_found_by_its_health_and_others_do_its_work(made, fakes):
-    sampler = made(health_s=1.0, start_s=5.0)
+    sampler = made(health_s=2.0, start_s=5.0)
     for route in (GENERATE, "/health", "/v1/models"):
         del fakes[1].answers[route]
     assert whole(sampler.start(PROMPTS, SAMPLING).result(60))
@@ -432,34 +432,33 @@ def test_a_stop_text_ends_a_response_that_an_update_cut_within_it(made, fakes, b
 
 
 def one_at_a_time(fake, seconds):
-    """The fake's own answer, each after so long, to one request after the other, until the event is set."""
-    (_, good), turn, queue, at_once = fake.answers[GENERATE], threading.Condition(), [], threading.Event()
+    """The fake's own answer, each after so long, to one request after the other, as they come."""
+    (_, good), turn, queue = fake.answers[GENERATE], threading.Condition(), []
 
     def reply(body):
         with turn:
             queue.append(body)
             turn.wait_for(lambda: queue[0] is body)
-        at_once.wait(seconds)
+        time.sleep(seconds)
         with turn:
             queue.pop(0)
             turn.notify_all()
         return good(body)
 
     fake.answers[GENERATE] = (200, reply)
-    return at_once
 
 
 def test_a_server_that_works_its_queue_off_is_not_late(made, fakes):
-    """Twelve requests of 0.15 s, one at a time: the last waits longer than any may take."""
-    sampler = made(1, timeout_s=1.5)
-    one_at_a_time(fakes[0], 0.15)
+    """Twelve requests of 0.3 s, one at a time: the last waits longer than any may take."""
+    sampler = made(1, timeout_s=3.0)
+    one_at_a_time(fakes[0], 0.3)
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
     assert sampler.metrics() == {"rollout/servers": 1.0, "rollout/restarts": 0.0, "rollout/asked_again": 0.0}
 
 
 def test_a_request_that_a_server_forgot_is_asked_again_while_others_are_answered(made, fakes):
-    sampler = made(1, timeout_s=1.2)
-    one_at_a_time(fakes[0], 0.2)
+    sampler = made(1, timeout_s=2.4)
+    one_at_a_time(fakes[0], 0.4)
     (_, good), first = fakes[0].answers[GENERATE], []
     fakes[0].answers[GENERATE] = (200, lambda b: good(b) if first else first.append(1) or fakes[0].hang.wait())
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
@@ -468,19 +467,18 @@ def test_a_request_that_a_server_forgot_is_asked_again_while_others_are_answered
 
 def test_a_request_whose_turn_has_passed_is_asked_again_though_others_keep_coming(made, fakes):
     sampler = made(1, timeout_s=0.5, connections=6)
-    at_once = one_at_a_time(fakes[0], 0.2)
+    one_at_a_time(fakes[0], 0.2)
     (_, good), first = fakes[0].answers[GENERATE], []
     fakes[0].answers[GENERATE] = (200, lambda b: good(b) if first else first.append(1) or fakes[0].hang.wait())
     future = sampler.start(PROMPTS * 2, SAMPLING)  # for almost five seconds
     until(lambda: sampler.repeated_requests >= 1)
     assert not future.done() and len(asked(fakes[0], [GENERATE])) < 24
-    at_once.set()
     future.result()
     assert sampler.restarts == 0
 
 
 def test_a_server_that_answers_nothing_is_late_with_all_at_once(made, fakes):
-    sampler = made(1, timeout_s=1.0)
+    sampler = made(1, timeout_s=2.0)
     (_, good), held, times = fakes[0].answers[GENERATE], threading.Event(), []
 
     def reply(body):
@@ -496,9 +494,9 @@ def test_a_server_that_answers_nothing_is_late_with_all_at_once(made, fakes):
 
 
 def test_one_response_that_is_slow_alone_is_waited_for_while_the_server_samples_it(made, fakes):
-    sampler = made(1, timeout_s=0.6)
+    sampler = made(1, timeout_s=1.2)
     (_, good), begun = fakes[0].answers[GENERATE], []
-    fakes[0].answers[GENERATE] = (200, lambda body: begun.append(1) or time.sleep(2) or good(body))
+    fakes[0].answers[GENERATE] = (200, lambda body: begun.append(1) or time.sleep(4) or good(body))
     fakes[0].answers["jppo_working"] = (200, {"results": [{"requests": 1, "most": 8}]})
     [one] = [dataclasses.replace(SAMPLING, n=1)]
     [t] = sampler.generate(PROMPTS[:1], one, version=7)
@@ -523,14 +521,14 @@ def test_workers_have_the_health_timeout_to_say_that_they_sample_a_late_response
 
 
 def test_a_response_that_others_overtake_is_waited_for_while_the_server_samples_as_many_as_are_here(made, fakes):
-    sampler = made(1, timeout_s=0.5, connections=3)
+    sampler = made(1, timeout_s=1.0, connections=3)
     (_, good), begun, lock = fakes[0].answers[GENERATE], [], threading.Lock()
 
     def reply(body):
         with lock:
             begun.append(1)
             first = len(begun) == 1
-        time.sleep(2.0 if first else 0.1)
+        time.sleep(4.0 if first else 0.2)
         return good(body)
 
     fakes[0].answers[GENERATE] = (200, reply)
