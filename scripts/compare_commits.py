@@ -62,7 +62,7 @@ LORA = {"model.lora_rank": 4}
 # name -> changed settings of a PPO run; `devices` is how many there are, `model` which
 CASES: dict[str, dict] = {
     "plain": {},
-    "two epochs, shuffled": SHUFFLED | {"actor.ppo_epochs": 2, "critic.ppo_epochs": 3},
+    "two epochs shuffled": SHUFFLED | {"actor.ppo_epochs": 2, "critic.ppo_epochs": 3},
     "critic of its own": {"critic.lam": 0.9, "algorithm.lam": 0.8, "algorithm.gamma": 0.9,
                           "critic.ppo_mini_batch_size": 2},
     "critic warmup": {"trainer.critic_warmup": 1, "critic.warmup_epochs": 2},
