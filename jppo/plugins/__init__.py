@@ -1,6 +1,6 @@
-"""Optional rooms, each written on the core as a user's package would be; the core works without any of them.
+"""Optional rooms, each written on the core as a user's package would be.
 
-A module of the core imports no plugin. It loads one by name where a setting asks for it, and a command where it is run.
+A module of the core imports no plugin: it loads one by name where a setting asks for it. Only commands import them.
 """
 
 import importlib
