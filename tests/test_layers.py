@@ -271,7 +271,7 @@ def against_jppo(module: str, found: Import) -> Iterator[str]:
 
 
 def against_plugins(module: str, found: Import) -> Iterator[str]:
-    """What is wrong about an import of a plugin, or of a private name by one."""
+    """Yields a complaint about an import of a plugin, or of a private name by one."""
     own, other = plugin_of(module), plugin_of(found.name)
     if own and own != other and found.name.rpartition(".")[2].startswith("_"):
         yield "a plugin imports the core's public names"

@@ -55,8 +55,7 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
     if reference is not None and c.ref.path != "policy":
         _check_reference_tokens(c.ref.path, tokenizer)
-    tokens = _read_tokens(c, tokenizer)
-    agent = tokens["agent"]
+    end_tokens, agent = _read_ends_and_agent(c, tokenizer)
     arguments = dict[str, Any](max_samples=c.data.train_max_samples) | _prompt_arguments(c, tokenizer, agent)
     prompts = _require_messages(c, read_prompts(c.data.train_files, **arguments))
     train = mixture(prompts, c.data.mix, batch_size=prompts_per_batch(c))
@@ -82,17 +81,19 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
         adapters=make_adapters(c),
         critic_adapters=make_adapters(c, c.critic) if critic is not None else None,
         total_steps=total_steps(c, len(train.prompts)),
-        **tokens,
+        tokenizer=tokenizer,
+        end_tokens=end_tokens,
+        agent=agent,
     )
 
 
-def _read_tokens(c: Settings, tokenizer: Any) -> dict[str, Any]:
-    """Returns the fields of Inputs that follow from the tokenizer, with what leads the conversations, if any."""
+def _read_ends_and_agent(c: Settings, tokenizer: Any) -> tuple[tuple[int, ...], Agent | None]:
+    """Returns the tokens that end a response, and what leads the conversations, if any; checks both."""
     check_stop_texts(tokenizer, c.rollout.stop_texts)
-    end_tokens, agent = end_token_ids(c.model.path, tokenizer), None
-    if c.rollout.multi_turn.enable or c.rollout.agent:
-        agent = plugins.load("agents.make").make_agent(c, tokenizer, end_tokens)
-    return dict(tokenizer=tokenizer, end_tokens=end_tokens, agent=agent)
+    end_tokens = end_token_ids(c.model.path, tokenizer)
+    if not (c.rollout.multi_turn.enable or c.rollout.agent):
+        return end_tokens, None
+    return end_tokens, plugins.load("agents.make").make_agent(c, tokenizer, end_tokens)
 
 
 def _with_memory(c: Settings, train: PromptSet) -> PromptSet:
@@ -135,10 +136,18 @@ def read_test(c: Settings) -> Inputs:
     _, policy = hf.read_config(c.model.path, longest=c.data.longest_row)
     require_publishable(c, policy)
     hf.check_weights(c.model.path, policy, head="lm")
-    tokens = _read_tokens(c, read_tokenizer(c, policy))
-    val = _read_val(c, tokens["tokenizer"], tokens["agent"])
-    sources = tuple(sorted({p.data_source for p in val.prompts}))
-    return Inputs(train=PromptSet([], overlong=0), val=val, sources=sources, policy=policy, **tokens)
+    tokenizer = read_tokenizer(c, policy)
+    end_tokens, agent = _read_ends_and_agent(c, tokenizer)
+    val = _read_val(c, tokenizer, agent)
+    return Inputs(
+        tokenizer=tokenizer,
+        end_tokens=end_tokens,
+        train=PromptSet([], overlong=0),
+        val=val,
+        sources=tuple(sorted({p.data_source for p in val.prompts})),
+        policy=policy,
+        agent=agent,
+    )
 
 
 def _read_val(c: Settings, tokenizer: Any, agent: Agent | None) -> PromptSet:

@@ -292,10 +292,11 @@ def load_models(
 ) -> tuple[Trained, Trained | None]:  # fmt: skip
     """Loads policy and critic; `bases` are their frozen weights, where these are in memory already."""
     base, critic_base = bases
-    key, init = jax.random.key(seed), "shapes" if sketch else ""
+    key = jax.random.key(seed)
     policy = make.load_trained(
-        c, mesh, pad_vocab(inputs.policy, mesh.shape["tensor"]), c.model.path, head="lm", init=init or c.model.init,
-        key=jax.random.fold_in(key, 0), adapters=inputs.adapters, trunk=None if base is None else base.params,
+        c, mesh, pad_vocab(inputs.policy, mesh.shape["tensor"]), c.model.path, head="lm",
+        init="shapes" if sketch else c.model.init, key=jax.random.fold_in(key, 0), adapters=inputs.adapters,
+        trunk=None if base is None else base.params,
     )  # fmt: skip
     policy = make.offload_if(policy, c.actor.param_offload, shared=base is not None)
     if inputs.critic is None:
@@ -306,8 +307,9 @@ def load_models(
     elif path != c.model.path:  # a critic's files have its head, too
         trunk = None
     critic = make.load_trained(
-        c, mesh, pad_vocab(inputs.critic, mesh.shape["tensor"]), path, head="value", init=init or critic_init(c),
-        key=jax.random.fold_in(key, 1), adapters=inputs.critic_adapters, trunk=None if trunk is None else trunk.params,
+        c, mesh, pad_vocab(inputs.critic, mesh.shape["tensor"]), path, head="value",
+        init="shapes" if sketch else critic_init(c), key=jax.random.fold_in(key, 1), adapters=inputs.critic_adapters,
+        trunk=None if trunk is None else trunk.params,
     )  # fmt: skip
     return policy, make.offload_if(critic, c.critic.param_offload, shared=trunk is not None)
 

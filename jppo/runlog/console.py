@@ -118,7 +118,7 @@ class Pace:
 
 
 class Steps:
-    """The displayed columns, and what is known of the last steps."""
+    """The columns of a display, and the pace and rewards of the last steps."""
 
     def __init__(self, total_steps: int, columns: Columns, console: rich.console.Console) -> None:
         self._total, self._columns, self._console = total_steps, columns, console

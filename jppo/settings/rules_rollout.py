@@ -21,7 +21,7 @@ def cuts(section: Rollout | ValKwargs) -> dict[str, float]:
 
 
 def rollout_rules(config: Loop, *, training: bool) -> Iterator[Iterator[str]]:
-    """Yields the rules between the settings of rollouts; without `training`, those of an evaluation."""
+    """Yields the rules between the settings of rollouts: of a training, or of an evaluation."""
     r = config.rollout
     yield _sampling_rules(r, training)
     yield _conversation_rules(r)

@@ -276,7 +276,7 @@ class Copy:
         self, entries: Sequence[TensorEntry], tensors: Sequence[np.ndarray]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the integers of stored and new tensors; all of them differ where another tensor was stored."""
-        self.digest = ""  # until all tensors of the publish are stored, the copy is that of none
+        self.digest = ""  # the copy is of no version until all tensors are stored
         pairs = []
         for entry, tensor in zip(entries, tensors, strict=True):
             new = np.asarray(tensor, order="C").reshape(-1).view(_WORDS[entry.dtype])

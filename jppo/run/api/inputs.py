@@ -34,7 +34,15 @@ OPTIONS = (*RANGES, "stop", "stop_ids", "ignore_eos")
 PromptLike = str | Sequence[Mapping[str, str]] | Sequence[int] | np.ndarray | Prompt
 
 
-def make_settings(path: str, sections: Mapping[str, Any], *, mesh: Any, lora: Any, critic: Any, engine: Any) -> Loop:
+def make_settings(
+    path: str,
+    sections: Mapping[str, Any],
+    *,
+    mesh: Mapping[str, int] | None,
+    lora: int | Mapping[str, Any] | None,
+    critic: bool | str | Mapping[str, Any] | None,
+    engine: str | Mapping[str, Any] | None,
+) -> Loop:
     """Returns the checked settings of `jppo.open`'s arguments; UserError for one that a custom loop does not read."""
     config, by_name = settings.config_of(Loop), dict[str, Any]()
     by_name |= _flat(sections) | _flat({"mesh": mesh or {}}) | {"model.path": path}

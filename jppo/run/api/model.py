@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import pathlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -382,7 +382,13 @@ class Model:
 
 
 def open_model(
-    path: str, *, mesh: Any = None, lora: Any = None, critic: Any = None, engine: Any = None, **settings: Any
+    path: str,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    lora: int | Mapping[str, Any] | None = None,
+    critic: bool | str | Mapping[str, Any] | None = None,
+    engine: str | Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Model:
     """Opens a model; `jppo.open` documents the arguments."""
     c = make_settings(path, settings, mesh=mesh, lora=lora, critic=critic, engine=engine)

@@ -1,3 +1,3 @@
-"""What the tests of carriers share with those of servers."""
+"""Fixtures of the tests of servers."""
 
 from tests.rollout.conftest import fakes, settings  # noqa: F401 (fixtures)

@@ -1,3 +1,3 @@
-"""What the tests of SGLang share with those of other servers."""
+"""Fixtures of the tests of servers."""
 
 from tests.rollout.conftest import settings  # noqa: F401 (a fixture)
