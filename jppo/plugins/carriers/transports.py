@@ -8,9 +8,9 @@ Over a socket, `buckets.py` offers buckets and `weight_engine.py` downloads them
 The list of `TensorEntry` is in the request to download; a tensor with another header is from another bucket. The token
 protects the weights on the network; nothing is encrypted.
 
-A `CudaDevice` calls CUDA's driver without torch or JAX. It has not run on GPUs yet: its tests have a
-library whose memory is the host's. Also imported in the server's interpreter, so this file needs only the standard
-library and `layout.py`.
+A `CudaDevice` calls CUDA's driver without torch or JAX. It has not run on GPUs yet: its tests have a library whose
+memory is the host's. Also imported in the server's interpreter, so this file needs only the standard library and
+`layout.py`.
 """
 
 import asyncio

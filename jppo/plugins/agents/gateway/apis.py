@@ -317,23 +317,22 @@ def _write_response(reply: Reply, request: Request) -> dict[str, Any]:
     cut = choice.finish == "length"
     details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     prompt, completion = reply.prompt_tokens, reply.completion_tokens
-    head = {"id": _RESPONSE_ID + reply.id, "object": "response", "created_at": reply.created, "model": reply.model}
-    unset = dict.fromkeys(("error", "instructions", "temperature", "top_p"))
-    return (
-        head
-        | unset
-        | {
-            "tool_choice": "auto",
-            "tools": [],
-            "metadata": {},
-            "status": "incomplete" if cut else "completed",
-            "parallel_tool_calls": request.parallel,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": _output_items(reply),
-            "usage": {"input_tokens": prompt, "output_tokens": completion, "total_tokens": prompt + completion}
-            | details,
-        }
-    )
+    usage = {"input_tokens": prompt, "output_tokens": completion, "total_tokens": prompt + completion} | details
+    response = {
+        "id": _RESPONSE_ID + reply.id,
+        "object": "response",
+        "created_at": reply.created,
+        "model": reply.model,
+        "tool_choice": "auto",
+        "tools": [],
+        "metadata": {},
+        "status": "incomplete" if cut else "completed",
+        "parallel_tool_calls": request.parallel,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": _output_items(reply),
+        "usage": usage,
+    }
+    return response | dict.fromkeys(("error", "instructions", "temperature", "top_p"))
 
 
 def _response_events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]]:
