@@ -29,7 +29,6 @@ from jppo.runlog.timers import STAGES, Timers
 ROWS = 12  # steps in the live table
 
 Columns = Sequence[tuple[str, str, str]]
-Renderable = rich.console.RenderableType
 
 # Heading, metric, format. A missing metric is a dash.
 PPO_COLUMNS: Columns = (
