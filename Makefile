@@ -80,10 +80,10 @@ doctor: $(READY)  ## check this machine, and a run by CONFIG=FILE, before traini
 	@$(PY) -m jppo.doctor $(if $(CONFIG),--config=$(CONFIG)) $(ARGS)
 
 target-gpu: $(READY)  ## install XLA's GPU compiler in .targets/gpu, for --dry_run --machine=8xH100 without a GPU
-	$(PY) -m jppo.forecast.compilers gpu
+	$(PY) -m jppo.plugins.forecast.compilers gpu
 
 target-tpu: $(READY)  ## install XLA's TPU compiler in .targets/tpu, for --dry_run --machine=v5e-16
-	$(PY) -m jppo.forecast.compilers tpu
+	$(PY) -m jppo.plugins.forecast.compilers tpu
 
 pictures: $(READY)  ## screenshot the report of a run for docs/ with headless Chromium; RUN=DIR
 	JPPO_PICTURES_OF=$(RUN) $(PY) -m pytest tests/plugins/report/test_report.py -k pictures

@@ -5,7 +5,7 @@
 
 Each row is a published run with its source. Fine-tuning with the same shape, batch, length, dtypes and mesh is
 compiled by `jppo.sft --dry_run --machine=NAME`; nothing is computed. The rows `llama2_8` and `llama31_v6e` gave the
-share `program` of jppo/forecast/machines.py, the others test it.
+share `program` of jppo/plugins/forecast/machines.py, the others test it.
 """
 
 import argparse

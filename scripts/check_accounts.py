@@ -23,8 +23,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the chec
 from examples import arithmetic
 from jppo import settings
 from jppo.errors import UserError
-from jppo.forecast import compilers, machines, schedule
 from jppo.learner.make import make_mesh
+from jppo.plugins.forecast import compilers, machines, schedule
+from jppo.plugins.forecast.account import Account, inspect
 from jppo.preflight import memory, preview
 from jppo.run.inputs import read_inputs
 
@@ -104,15 +105,17 @@ def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[s
         c = config_of(model, changes, pathlib.Path(folder))
         inputs = read_inputs(c)
         mesh = make_mesh(c, compilers.devices_of(machine))
-        estimate = memory.estimate_memory(c, inputs, mesh, entries=preview.work_of_step(c, inputs, mesh).entries)
+        entries = preview.work_of_step(c, inputs, mesh).entries
+        estimate = memory.estimate_memory(c, inputs, mesh, entries=entries, inspect=inspect)
     programs = {}
     for moment in estimate.moments:
-        a = moment.account
-        if a is None:
+        compiled = moment.compiled
+        if compiled is None:
             continue
+        a = compiled.work or Account()
         sent = {f"{kind} {'+'.join(axes)}": size for kind, axes, _, size in schedule.totals(a.collectives)}
         programs[moment.name] = dict(
-            error=a.error, temporaries=a.temporaries, peak=sum(estimate.parts.values()) + moment.needs,
+            error=compiled.error, temporaries=compiled.temporaries, peak=sum(estimate.parts.values()) + moment.needs,
             flops=a.total_flops, collectives=sent, kernels=a.kernels, warnings=list(a.warnings),
         )  # fmt: skip
     return dict(machine=machine.name, jax=jax.__version__, settings=changes, programs=programs)

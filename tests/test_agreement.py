@@ -14,8 +14,8 @@ from jppo.errors import UserError
 from jppo.learner import batch, estimate, ppo
 from jppo.learner.make import make_mesh
 from jppo.models import config_reader, decoder, hf
+from jppo.plugins.forecast.report import preview_run
 from jppo.preflight import models_and_data
-from jppo.preflight.preview import preview_run
 from jppo.rollout.make import make_publish_settings, open_engine
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_policy

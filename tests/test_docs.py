@@ -10,10 +10,10 @@ import pytest
 from jppo import evaluate, registry, settings, statistics
 from jppo.__main__ import command_of
 from jppo.data.rows import read_sources
-from jppo.forecast import machines
 from jppo.learner import sharding
 from jppo.models import families
 from jppo.plugins.agents import tools
+from jppo.plugins.forecast import machines
 from jppo.plugins.judge import client as judge_client
 from jppo.plugins.judge import judge as prompts
 from jppo.plugins.judge.judge import JudgePart

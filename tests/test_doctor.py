@@ -12,7 +12,7 @@ import rich.console
 
 from jppo import doctor
 from jppo.doctor import GIB, Finding
-from jppo.forecast.compilers import CUDNN
+from jppo.plugins.forecast.compilers import CUDNN
 from jppo.plugins.sglang import client
 from jppo.preflight import machine
 from jppo.preflight.memory_budget import NvidiaGpu, gpus

@@ -15,11 +15,11 @@ import pytest
 
 from jppo import settings, sft, train
 from jppo.errors import UserError
-from jppo.forecast import machines
-from jppo.forecast.machines import GIB
 from jppo.learner import packing
 from jppo.learner.make import make_mesh
 from jppo.models import decoder
+from jppo.plugins.forecast import machines, report
+from jppo.plugins.forecast.machines import GIB
 from jppo.preflight import memory, memory_budget, preview, programs, servers
 from jppo.preflight.request import DryRun
 from jppo.run.inputs import read_inputs
@@ -153,7 +153,7 @@ def test_the_peak_is_at_the_worst_moment():
 
 def test_a_program_that_was_not_compiled_has_its_estimate():
     gib = programs.Estimate({"policy": 4 * GIB}, (programs.ProgramMemory("actor gradient", 3 * GIB, GIB),))
-    assert programs.program_lines(gib, None)[-1].split() == ["actor", "gradient", "estimated", "8.0", "1.0"]
+    assert report.program_lines(gib, None)[-1].split() == ["actor", "gradient", "estimated", "8.0", "1.0"]
 
 
 @pytest.mark.parametrize("platform, count", [("cpu", 1), ("cpu", 2), ("gpu", 2)])
@@ -168,7 +168,7 @@ def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
         assert [(room.needs, room.has) for room in found] == [(count * 1150 + 57, 1050)]
     else:
         assert [(room.needs, room.has, room.verdict) for room in found] == [(1150, 1200, "WARN"), (57, 1050, "OK")]
-    text = preview.format_report(["steps 3"], ESTIMATE, found)
+    text = report.format_report(["steps 3"], ESTIMATE, found)
     assert text.startswith("steps 3\n\n") and "\n  sum of gradients " in text and "batch" not in text
 
 
@@ -277,7 +277,7 @@ def test_a_forecast_for_another_machine_needs_no_weights(small_run, tuning, monk
     monkeypatch.setattr(DryRun, "mesh", mesh)
     there = DryRun(machines.parse_machine("H100"))
     small_run.model.init = tuning.model.init = "pretrained"
-    for dry_run, c in ((preview.preview_run, small_run), (sft.dry_run, tuning)):
+    for dry_run, c in ((report.preview_run, small_run), (sft.dry_run, tuning)):
         with pytest.raises(Compiles):
             dry_run(typed(c), there)
         with pytest.raises(UserError, match="safetensors"):

@@ -16,7 +16,8 @@ from jppo.settings import table
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # The optional rooms. The core loads one by name (`jppo/plugins/__init__.py`); only commands import them.
-PLUGINS = ("agents", "carriers", "judge", "loggers", "report", "reward_models", "sandbox", "sglang", "tinker", "verl")
+PLUGINS = ("agents", "carriers", "forecast", "judge", "loggers", "report", "reward_models", "sandbox", "sglang")
+PLUGINS += ("tinker", "verl")
 NEEDS = {"agents": ("sandbox",), "verl": ("sandbox",)}  # what a plugin imports of others
 
 # A place may import the places of the rows above its own.
@@ -26,10 +27,10 @@ LAYERS = (
     ("types", "settings", "tensorheader", "child_process"),
     ("algorithms", "models", "statistics", "process", "distributed"),
     ("learner", "data", "runlog", "http_server"),
-    ("rollout", "forecast"),
+    ("rollout",),
     ("rewards",),
     ("plugins.sandbox",),
-    ("samples", *(f"plugins.{name}" for name in PLUGINS if name not in ("sandbox", "tinker"))),
+    ("samples", *(f"plugins.{name}" for name in PLUGINS if name not in ("sandbox", "forecast", "tinker"))),
     (
         "run.tokenizer",
         "run.make",
@@ -43,9 +44,9 @@ LAYERS = (
     ("check",),  # COMMANDS_BELOW
     ("preflight",),
     ("run",),
-    ("train", "sft", "reward_model", "dpo", "evaluate", "sweep", "from_verl", "export", "chat", "plan", "serve"),
-    ("doctor", "init", "plugins.tinker"),
-    ("tinker", "report", "__main__"),
+    ("train", "sft", "reward_model", "dpo", "evaluate", "sweep", "from_verl", "export", "chat", "serve"),
+    ("doctor", "init", "plugins.forecast", "plugins.tinker"),
+    ("tinker", "report", "plan", "__main__"),
 )
 COMMANDS = tuple(place for row in LAYERS[-3:] for place in row if not place.startswith("plugins."))
 LAYER = {place: i for i, row in enumerate(LAYERS, -2) for place in row}  # those below 0 are everybody's
@@ -178,7 +179,7 @@ READERS = (
     *(f"jppo.{command}" for command in COMMANDS),
     *(f"jppo.{room}.make" for room in ("rewards", "rollout", "rollout.servers", "runlog", "samples")),
     *(f"jppo.plugins.{name}.make" for name in ("agents", "judge", "reward_models", "sglang")),
-    "jppo.plugins.tinker",
+    *("jppo.plugins.forecast", "jppo.plugins.tinker"),
     *("jppo.rewards.check", "jppo.plugins.report.page", "jppo.plugins.verl.translate", "jppo.plugins.verl.values"),
     *MAKERS,
 )
@@ -190,7 +191,7 @@ NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.plugins.agents")
 BUT = ("jppo.rollout.inprocess", "jppo.rollout.make", "jppo.rollout.servers.make", "jppo.rollout.publish")
 # What training, or a loop on `jppo.open`, imports only where a setting or a switch asks for it.
 OPTIONAL = tuple(f"jppo.plugins.{name}" for name in PLUGINS)
-OPTIONAL += ("jppo.forecast", "jppo.http_server", "jppo.preflight", "jppo.rollout.servers", "jppo.rollout.vllm")
+OPTIONAL += ("jppo.http_server", "jppo.preflight", "jppo.rollout.servers", "jppo.rollout.vllm")
 LIGHT = ("jppo.preflight", "jppo.preflight.request")
 
 

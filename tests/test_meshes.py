@@ -12,7 +12,7 @@ from jppo.learner.make import make_mesh
 from jppo.models import config_reader
 from jppo.models.config import Experts, Routing
 from jppo.models.families import QWEN3
-from jppo.preflight.preview import preview_run
+from jppo.plugins.forecast.report import preview_run
 from jppo.rollout.servers import make as rollout
 from jppo.run.inputs import read_inputs
 from jppo.run.make import plan_of_run

@@ -33,7 +33,7 @@ WORKERS = {
     "jppo.plugins.reward_models.convert_worker",
     "jppo.plugins.reward_models.torch_worker",
     "jppo.preflight.parity_worker",
-    "jppo.forecast.compilers",
+    "jppo.plugins.forecast.compilers",
 }
 PYTHON = (sys.executable, "-m")
 

@@ -16,7 +16,7 @@ from examples import arithmetic
 from jppo import reward_model, settings
 from jppo.learner.make import make_mesh
 from jppo.models import decoder, hf, hf_write
-from jppo.preflight.preview import preview_run
+from jppo.plugins.forecast.report import preview_run
 from jppo.rewards.make import make_reward_sum
 from jppo.run.inputs import read_inputs
 from tests.make import ROOT, read_lines, typed, write_lines

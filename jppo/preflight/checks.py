@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
-from jppo import process, settings
+from jppo import plugins, process, settings
 from jppo.errors import expanded
 from jppo.learner.make import open_mesh
 from jppo.learner.ppo import StepLearner
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview
 from jppo.preflight.finding import Check, Finding, examine
-from jppo.preflight.programs import Estimate, Executions
+from jppo.preflight.programs import Estimate
 from jppo.preflight.request import DryRun
 from jppo.rollout.make import make_publish_settings, open_engine, published_dtype, share_gpu, with_servers
 from jppo.rollout.publish import publish_base, publish_policy
@@ -52,7 +52,7 @@ class RunInputs:
     @functools.cached_property
     def estimate(self) -> preview.Sizes:
         """The report's lines, the memory estimate, and the budget of each memory."""
-        return preview.size_up(self.c, self.inputs, self.mesh)
+        return preview.size_up(self.c, self.inputs, self.mesh, plugins.load("forecast.account").inspect)
 
 
 def doctor(c: Settings, *, server: bool) -> Iterator[Finding]:
@@ -65,10 +65,11 @@ def doctor(c: Settings, *, server: bool) -> Iterator[Finding]:
 
 def dry_run_of_ppo(c: Settings, request: DryRun) -> str:
     """Returns the report of `--dry_run`: a preview of the run, and the doctor's findings that need no server."""
+    reports = plugins.load("forecast.report")
     if request.machine is not None:
-        return preview.preview_run(c, request)
+        return str(reports.preview_run(c, request))
     run, findings = RunInputs(c), list(machine_findings(c))
-    text = preview.report_here(request, *run.estimate)
+    text = reports.report_here(request, *run.estimate)
     with contextlib.ExitStack() as stack:
         findings += examine(checks(run, stack, ask=False), failed=failures(findings))
     return with_findings(text, findings)
@@ -90,7 +91,7 @@ def dry_run_of_one_model(
     process.take_little()
     task = prepare(c, request)
     packed, shapes = pack_longest(task), len(task.plan.shapes)
-    estimated = memory.estimate_one_model(c, task, packed)
+    estimated = memory.estimate_one_model(c, task, packed, plugins.load("forecast.account").inspect)
     twice, count = (", each read twice", 2 * shapes + 3) if task.scores is not None else ("", shapes + 2)
     lines = [
         *describe(task),
@@ -106,7 +107,9 @@ def dry_run_of_one_model(
 
     once = ("step", "exchange")
     times = {moment.name: 1 if moment.stage in once else len(packed) for moment in estimated.moments}
-    text = preview.report_estimate(c, request, task.mesh, lines, estimated, Executions(times), estimate_other)
+    reports = plugins.load("forecast.report")
+    executions = reports.Executions(times)
+    text: str = reports.report_estimate(c, request, task.mesh, lines, estimated, executions, estimate_other)
     if request.machine is not None:
         return text
 
@@ -217,7 +220,8 @@ def check_programs(run: RunInputs, trainer: StepLearner, state: TrainState) -> F
     """Compiles every program of a step and runs it on zeros, as a run's start does."""
     start, programs = time.monotonic(), list_run_programs(run.c, trainer, state)
     run_programs(programs)
-    kernels = {name for moment in run.estimate[1].moments if moment.account for name in moment.account.kernels}
+    compiled = [moment.compiled for moment in run.estimate[1].moments]
+    kernels = {name for program in compiled if program and program.work for name in program.work.kernels}
     summary = f"{len(programs)} compiled and run on empty rows in {time.monotonic() - start:.0f} s, as at a run's start"
     names = ", ".join(sorted(name.removeprefix("__") for name in kernels)) or "none, attention is XLA's"
     return Finding("programs", "OK", f"{summary}; custom kernels: {names}")

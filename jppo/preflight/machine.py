@@ -23,7 +23,6 @@ import jppo
 from jppo import plugins, settings
 from jppo.child_process import executable
 from jppo.errors import UserError, expanded
-from jppo.forecast.compilers import CUDNN
 from jppo.preflight.finding import GIB, Finding, Verdict
 from jppo.preflight.memory_budget import CHOSEN, MemoryBudget, NvidiaGpu, gpus
 from jppo.rollout.servers.member import HOST, check_ports
@@ -126,8 +125,9 @@ def check_libraries(cards: Sequence[NvidiaGpu], version: Callable[[str], str | N
             yield Finding("cuBLAS", "WARN", f"{summary}: {risk}", remedy)
         else:
             yield Finding("cuBLAS", "OK", summary)
-    if (installed := version("nvidia-cudnn-cu13") or "") and installed != CUDNN:
-        yield Finding("cuDNN", "OK", f"{installed}; --dry_run --machine compiles attention with {CUDNN}")
+    cudnn = plugins.load("forecast.compilers").CUDNN
+    if (installed := version("nvidia-cudnn-cu13") or "") and installed != cudnn:
+        yield Finding("cuDNN", "OK", f"{installed}; --dry_run --machine compiles attention with {cudnn}")
     elif installed:
         yield Finding("cuDNN", "OK", f"{installed}, as in --dry_run --machine")
 

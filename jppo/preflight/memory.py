@@ -20,7 +20,7 @@ from jppo.models import hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
 from jppo.models.params import Head
-from jppo.preflight.programs import Estimate, ProgramMemory, account, global_size, size
+from jppo.preflight.programs import Estimate, Inspect, ProgramMemory, account, global_size, size
 from jppo.preflight.servers import server_memory
 from jppo.rollout.inprocess import TURNS, InprocessSettings, empty_fill, make_empty, make_programs, make_rule
 from jppo.rollout.make import inprocess_settings
@@ -60,6 +60,7 @@ def account_for(
     shapes: Sequence[tuple[int, ...]],
     useful: Callable[[Program], int] = lambda _: 0,
     masked: float = 1.0,
+    inspect: Inspect | None = None,
 ) -> list[ProgramMemory]:
     """Compiles the programs over rows of these shapes, and those without rows, and returns their memory.
 
@@ -71,13 +72,16 @@ def account_for(
             program,
             useful=useful(program) if program.rows else 0,
             masked=1.0 if program.rows is None or program.model == "critic" else masked,
+            inspect=inspect,
         )
         for program in programs
         if program.stage != "other" and (program.rows is None or program.rows in shapes)
     ]
 
 
-def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: int) -> Estimate:
+def estimate_memory(
+    c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: int, inspect: Inspect | None = None
+) -> Estimate:
     """Estimates the memory of a PPO run whose step has `entries` row entries in all, padding included."""
     learner, state = make_learner(c, inputs, mesh, sketch=True)
     programs, shapes = list_run_programs(c, learner, state), largest_shapes(learner.plan)
@@ -99,11 +103,11 @@ def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: in
         return policy
 
     scoring = [program for program in programs if program.stage == "scoring"]
-    moments = account_for(scoring, shapes, count_flop, sampled_share(c))
+    moments = account_for(scoring, shapes, count_flop, sampled_share(c), inspect)
     if c.rollout.name == "inprocess":
-        moments += account_for(engine_programs(c, mesh, learner.policy(state)), shapes)
+        moments += account_for(engine_programs(c, mesh, learner.policy(state)), shapes, inspect=inspect)
     updating = [program for program in programs if program.stage != "scoring"]
-    moments += account_for(updating, shapes, count_flop, sampled_share(c))
+    moments += account_for(updating, shapes, count_flop, sampled_share(c), inspect)
     base = learner.actor.base
     parts = {"policy": size((state.policy, base)), "policy's optimizer": size(state.policy_opt)}
     if learner.critic is not None:
@@ -120,7 +124,7 @@ def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: in
     return Estimate(parts, tuple(moments), host, server, len(programs))
 
 
-def estimate_one_model(c: Supervised, task: Task, packed: Sequence[Rows]) -> Estimate:
+def estimate_one_model(c: Supervised, task: Task, packed: Sequence[Rows], inspect: Inspect | None = None) -> Estimate:
     """Estimates a run that trains one model; `packed` is its largest batch."""
     mesh, shapes = task.mesh, largest_shapes(task.plan)
     trained = make.sketch_trained(c, mesh, task.cfg, head=task.head, adapters=task.adapters)
@@ -140,7 +144,7 @@ def estimate_one_model(c: Supervised, task: Task, packed: Sequence[Rows]) -> Est
         counter = cost.forward if program.stage == "scoring" else cost.update
         return useful_flop(c, task.cfg, program.rows or (), task.adapters, task.head == "lm", counter)
 
-    moments = account_for(programs, shapes, count_flop, masked)
+    moments = account_for(programs, shapes, count_flop, masked, inspect)
     parts, host = {"model": size((learned, trainable.base))}, {"optimizer": size(opt)}
     if isinstance(c, PreferenceTuning) and c.dpo.reference == "mesh":
         parts["initial policy"] = size(learned)

@@ -1,4 +1,4 @@
-"""Dry-run reports: derived sizes, programs and memory of a run, also for the doctor, and after memory ran out.
+"""Derived sizes, programs and memory of a PPO run: for its dry run, the doctor, and after memory ran out.
 
 Model configs and data are read as a run reads them; no weight is read, no server started.
 """
@@ -6,28 +6,23 @@ Model configs and data are read as a run reads them; no weight is read, no serve
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
-from jppo import process, settings
-from jppo.errors import UserError, escaped
-from jppo.forecast.machines import Machine
+from jppo import settings
+from jppo.errors import UserError
 from jppo.learner import packing
-from jppo.learner.make import sketch_trained
 from jppo.preflight import memory, memory_budget, programs
 from jppo.preflight.memory_budget import MemoryBudget
-from jppo.preflight.programs import Estimate, Executions, Outlook, Work
-from jppo.preflight.request import HERE, DryRun
-from jppo.preflight.servers import server_work
-from jppo.rollout.make import describe_servers, published_dtype, share_gpu, with_servers
+from jppo.preflight.programs import Estimate, Inspect, Work
+from jppo.rollout.make import describe_servers, with_servers
 from jppo.run.agreement import sampling_warnings
-from jppo.run.inputs import Inputs, describe_decoding, read_inputs
+from jppo.run.inputs import Inputs, describe_decoding
 from jppo.run.make import make_epochs, plan_of_run
-from jppo.settings import Settings, Training
+from jppo.settings import Settings
 
-C = TypeVar("C", bound=Training)
 Sizes = tuple[list[str], Estimate, list[MemoryBudget]]  # of a run, as lines of the report, and against this machine
 
 
@@ -39,10 +34,6 @@ def work_of_step(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     if inputs.critic is None:
         del models["critic"]
     scoring_shapes = packing.micro_batch_shapes(samples, plan)
-    published = memory.engine_bytes(inputs.policy, published_dtype(c))
-    if inputs.adapters is not None and c.rollout.lora_sync == "adapter":
-        sketch = sketch_trained(c, mesh, inputs.policy, head="lm", adapters=inputs.adapters)
-        published = programs.global_size(sketch.learned)
     updates = {
         name: programs.count_descents(samples, plan, epochs=model.count, size=model.mini_batch_size)
         for name, model in models.items()
@@ -52,15 +43,16 @@ def work_of_step(c: Settings, inputs: Inputs, mesh: Any) -> Work:
         entries=sum(map(math.prod, scoring_shapes)),
         updates=updates,
         sampled=per_step * c.data.max_response_length,
-        servers=server_work(c, mesh, published, memory.engine_bytes(inputs.policy, c.rollout.dtype)),
     )
 
 
-def derive_sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Work, Estimate]:
+def derive_sizes(
+    c: Settings, inputs: Inputs, mesh: Any, inspect: Inspect | None = None
+) -> tuple[list[str], Work, Estimate]:
     """Returns a PPO run's sizes as lines, the work of a step, and the estimate of its memory."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), c.sequences_of_step
     step = work_of_step(c, inputs, mesh)
-    estimate = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
+    estimate = memory.estimate_memory(c, inputs, mesh, entries=step.entries, inspect=inspect)
     lines = [
         f"prompts          {len(inputs.train.prompts):,} to train on, {len(inputs.val.prompts):,} to test on",
         f"steps            {inputs.total_steps:,}, each of {c.data.train_batch_size:,} prompts x {c.rollout.n} ="
@@ -89,98 +81,33 @@ def describe_shapes(plan: packing.Plan) -> str:
     return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{shared if plan.share_rows else ''}"
 
 
-def look_up_sizes(c: Settings, inputs: Inputs, mesh: Any) -> Sizes:
+def look_up_sizes(c: Settings, inputs: Inputs, mesh: Any, inspect: Inspect | None = None) -> Sizes:
     """Returns the sizes of a PPO run on this machine as lines, its estimate and the budgets of its memory."""
-    lines, _, estimate = derive_sizes(c, inputs, mesh)
+    lines, _, estimate = derive_sizes(c, inputs, mesh, inspect)
     host = memory_budget.host_parts(c, inputs, mesh)
     return lines, estimate, memory_budget.machine_budgets(estimate, mesh, host=host)
 
 
-def fits(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> bool:
-    """Whether a PPO run fits this machine, or a described one."""
-    if machine is not None:
-        return memory_budget.estimate_fits(c, machine, derive_sizes(c, inputs, mesh)[2])
+def fits(c: Settings, inputs: Inputs, mesh: Any) -> bool:
+    """Whether a PPO run fits this machine."""
     return has_verdicts(look_up_sizes(c, inputs, mesh), "OK", "WARN")
 
 
-def resolve_auto(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> tuple[Settings, list[str]]:
-    """Returns the config with `auto` settings resolved for this or a described machine, and a line on the choice."""
+def resolve_auto(c: Settings, mesh: Any, fits: Callable[[Settings], bool]) -> tuple[Settings, list[str]]:
+    """Returns the config with `auto` settings resolved to the first that fit, and a line on the choice."""
     c = with_servers(c, mesh)
     if not c.memory_chooses:
         return c, []
-    changes = memory_budget.first_fitting(c, functools.partial(fits, inputs=inputs, mesh=mesh, machine=machine))
+    changes = memory_budget.first_fitting(c, fits)
     choice = ", ".join(f"{name}={value}" for name, value in changes.items())
     return settings.changed(c, changes), [f"chosen by memory {choice}"]
 
 
-def format_report(
-    lines: Sequence[str],
-    estimate: Estimate,
-    budgets: Sequence[MemoryBudget],
-    outlook: Outlook | None = None,
-) -> str:
-    """Formats the report: sizes, programs, exchanges, memory, and the forecast of a step."""
-    blocks = [[*lines], programs.program_lines(estimate, outlook), programs.exchange_lines(estimate)]
-    blocks += map(memory_budget.budget_lines, budgets)
-    blocks += [programs.step_lines(outlook)] if outlook is not None else []
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
-
-
-def size_up(c: Settings, inputs: Inputs, mesh: Any) -> Sizes:
+def size_up(c: Settings, inputs: Inputs, mesh: Any, inspect: Inspect | None = None) -> Sizes:
     """Returns a PPO run's sizes as lines, its memory and this machine's budgets, after resolving `auto` settings."""
-    c, choice = resolve_auto(c, inputs, mesh)
-    lines, estimate, budgets = look_up_sizes(c, inputs, mesh)
+    c, choice = resolve_auto(c, mesh, functools.partial(fits, inputs=inputs, mesh=mesh))
+    lines, estimate, budgets = look_up_sizes(c, inputs, mesh, inspect)
     return [*lines, *choice], estimate, budgets
-
-
-def report_here(request: DryRun, lines: Sequence[str], estimate: Estimate, budgets: Sequence[MemoryBudget]) -> str:
-    """Formats the report for this machine; writes the file of --json."""
-    request.write(programs.report_dict(estimate, None))
-    return format_report(lines, estimate, budgets)
-
-
-def preview_run(c: Settings, request: DryRun = HERE) -> str:
-    """Returns the report on a PPO run: sizes, programs, memory, and on a described machine its speed."""
-    share_gpu(c)
-    process.take_little()
-    inputs = read_inputs(c, weights=request.machine is None)
-    mesh = request.mesh(c)
-    if request.machine is None:
-        return report_here(request, *size_up(c, inputs, mesh))
-    c, choice = resolve_auto(c, inputs, mesh, request.machine)
-    lines, step, estimate = derive_sizes(c, inputs, mesh)
-
-    def estimate_other(other: Settings) -> Estimate:
-        return derive_sizes(other, inputs, mesh)[2]
-
-    executions = step.executions(estimate)
-    return report_estimate(c, request, mesh, [*lines, *choice], estimate, executions, estimate_other)
-
-
-def report_estimate(
-    c: C,
-    request: DryRun,
-    mesh: Any,
-    lines: Sequence[str],
-    estimated: Estimate,
-    executions: Executions,
-    estimate: Callable[[C], Estimate],
-) -> str:
-    """Returns the report on a run without servers here, or on any run on a described machine.
-
-    Prints the report before raising UserError if the described machine is too small.
-    """
-    machine = request.machine
-    if machine is None:
-        return report_here(request, lines, estimated, memory_budget.machine_budgets(estimated, mesh, host={}))
-    outlook = programs.make_outlook(estimated, machine, mesh, executions, request.rollout_tokens_per_s)
-    request.write(programs.report_dict(estimated, outlook))
-    budgets = memory_budget.described_budgets(c, machine, estimated)
-    text = format_report([f"machine          {machine}", *lines], estimated, budgets, outlook)
-    if not memory_budget.estimate_fits(c, machine, estimated):
-        print(escaped(text), end="", flush=True)
-        memory_budget.require_room(c, machine, estimated, estimate)
-    return text
 
 
 def describe_sampling(c: Settings) -> str:

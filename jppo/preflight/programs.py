@@ -1,28 +1,46 @@
-"""The compiled programs of a run: XLA's memory account, the forecast on a described machine, and both as a table."""
+"""The compiled programs of a run, with XLA's account of their memory, and how often a step runs them."""
 
 import contextlib
 import dataclasses
 import math
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import jax
 import numpy as np
 
-from jppo.forecast import account as accounts
-from jppo.forecast import account as forecast
-from jppo.forecast import schedule
-from jppo.forecast.account import Account, Forecast
-from jppo.forecast.machines import GIB, HOST, Machine
 from jppo.learner import packing
 from jppo.learner.programs import Program, Stage
 from jppo.models import placing
-from jppo.preflight.servers import ServerMemory, ServerWork, server_rates, server_seconds
+from jppo.preflight.servers import ServerMemory
 from jppo.types import Prompt, Trajectory, given_text
 
-NOTE = "forecast by the compiler, not measured"
+PARTITIONER = "Involuntary full rematerialization"
+# XLA logs these on any host without a GPU, or of a program that does not fit, as its account already says.
+NOISE = ("cudart_stub", "before absl::InitializeLog", "hlo_rematerialization.cc", "gpu_hlo_schedule.cc")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """A compilation, and XLA's account of its program: bytes on one device."""
+
+    seconds: float = 0.0
+    error: str | None = None  # the compiler's, in one line; all else is 0 then
+    arguments: int = 0
+    temporaries: int = 0
+    results: int = 0  # bytes that alias no argument
+    code: int = 0  # bytes of the program; XLA states none for CPUs
+    work: Any = None  # what `Inspect` returned
+
+
+# Reads a compiled program: (program, sizes of its mesh axes in the mesh's order, the share of its tokens in the mask,
+# the partitioner's warnings). Only the reports of dry runs need more than memory.
+Inspect = Callable[[jax.stages.Compiled, dict[str, int], float, list[str]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +51,7 @@ class ProgramMemory:
     gradients: int  # f32 gradient sums in memory
     temporaries: int  # XLA's account, including results that alias no argument
     brought: int = 0  # offloaded, copied here for it
-    account: Account | None = None  # of its program; None if not compiled
+    compiled: Compilation | None = None  # None if estimated
     useful: int = 0  # FLOP that the model needs, on all devices
     entries: int = 0  # of its rows; 0 without rows
     stage: Stage = "other"
@@ -62,11 +80,11 @@ class Estimate:
     @property
     def refused(self) -> list[ProgramMemory]:
         """Programs that fail to compile; on a TPU also for lack of memory."""
-        return [moment for moment in self.moments if moment.account is not None and moment.account.error is not None]
+        return [moment for moment in self.moments if moment.compiled is not None and moment.compiled.error is not None]
 
     @property
     def code(self) -> int:
-        return sum(moment.account.code for moment in self.moments if moment.account is not None)
+        return sum(moment.compiled.code for moment in self.moments if moment.compiled is not None)
 
     @property
     def peak(self) -> int:
@@ -106,13 +124,56 @@ def announce(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def account(program: Program, *, useful: int = 0, masked: float = 1.0) -> ProgramMemory:
+def compile_program(
+    lowered: Any, sizes: dict[str, int], *, masked: float = 1.0, inspect: Inspect | None = None
+) -> Compilation:
+    """Compiles a lowered program; `sizes` are its mesh axes, in the mesh's order."""
+    start = time.perf_counter()
+    log: list[str] = []
+    try:
+        with capture_stderr(log):
+            compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as e:
+        error = " ".join(str(e).split("\n\n")[0].split())[:400]
+        return Compilation(time.perf_counter() - start, error=error)
+    seconds = time.perf_counter() - start
+    memory: Any = compiled.memory_analysis()
+    return Compilation(
+        seconds,
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        results=max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
+        code=memory.generated_code_size_in_bytes,
+        work=inspect and inspect(compiled, sizes, masked, [line for line in log if PARTITIONER in line]),
+    )
+
+
+@contextlib.contextmanager
+def capture_stderr(lines: list[str]) -> Iterator[None]:
+    """Appends XLA's stderr to `lines`, then passes on all but the partitioner's warnings and known noise."""
+    sys.stderr.flush()
+    stderr_copy = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr_copy, 2)
+            os.close(stderr_copy)
+            file.seek(0)
+            lines += file.read().decode(errors="replace").splitlines()
+            passed_on = [line for line in lines if not any(word in line for word in (PARTITIONER, *NOISE))]
+            if passed_on:
+                os.write(2, ("\n".join(passed_on) + "\n").encode())
+
+
+def account(program: Program, *, useful: int = 0, masked: float = 1.0, inspect: Inspect | None = None) -> ProgramMemory:
     """Compiles the program and returns its memory and work on one device.
 
     `useful` are the FLOP that its rows need, and `masked` is the share of them in the mask.
     """
     announce(f"compiling {program.name}")
-    compiled = accounts.account_of_program(program.lower(), _mesh_axes(program.args), share=masked)
+    compiled = compile_program(program.lower(), _mesh_axes(program.args), masked=masked, inspect=inspect)
     copied = {id(x): x for x in jax.tree.leaves((program.args, program.beside)) if placing.is_offloaded(x)}
     gradients, engine_bytes = (size(program.scratch), 0) if program.stage != "engine" else (0, size(program.scratch))
     return ProgramMemory(
@@ -120,7 +181,7 @@ def account(program: Program, *, useful: int = 0, masked: float = 1.0) -> Progra
         gradients=gradients,
         temporaries=compiled.temporaries + compiled.results + engine_bytes,
         brought=size(list(copied.values())),
-        account=compiled,
+        compiled=compiled,
         useful=useful,
         entries=math.prod(program.rows) if program.rows else 0,
         stage=program.stage,
@@ -133,21 +194,6 @@ def _mesh_axes(args: Any) -> dict[str, int]:
     shardings = (getattr(array, "sharding", None) for array in jax.tree.leaves(args))
     mesh = next(sharding.mesh for sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding))
     return dict(mesh.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Executions:
-    """Executions of each program per step, with all responses at full length."""
-
-    by_program: Mapping[str, int]
-    entries: Mapping[str, int] = dataclasses.field(default_factory=dict)  # total row entries, other shapes included
-    sampled: int = 0  # tokens that the rollout generates
-    servers: ServerWork | None = None
-
-    def of(self, moment: ProgramMemory) -> float:
-        """Returns how often a program runs in a step; rows of other shapes count by their entries."""
-        times = self.by_program.get(moment.name, 0)
-        return self.entries.get(moment.name, times * moment.entries) / moment.entries if moment.entries else times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,186 +236,3 @@ class Work:
     entries: int  # of their rows, padding included
     updates: dict[str, Descents]  # by model
     sampled: int  # tokens that the rollout generates
-    servers: ServerWork | None = None
-
-    def executions(self, estimate: Estimate) -> Executions:
-        """Returns how often each program runs in a step."""
-        times, entries = dict[str, int](), dict[str, int]()
-        for moment in estimate.moments:
-            if moment.stage == "scoring":
-                times[moment.name], entries[moment.name] = self.scoring, self.entries
-            elif moment.stage in ("gradient", "exchange", "step"):
-                update = self.updates[moment.model]
-                times[moment.name] = update.epochs * update.mini_batches
-                if moment.stage == "gradient":
-                    times[moment.name] *= update.micro_batches
-                    entries[moment.name] = update.epochs * update.entries
-        return Executions(times, entries, self.sampled, self.servers)
-
-
-@dataclasses.dataclass(frozen=True)
-class Outlook:
-    """The forecast of each program on a machine, and of a step."""
-
-    machine: Machine
-    programs: tuple[tuple[ProgramMemory, Forecast], ...]
-    executions: Executions
-    rollout_tokens_per_s: float = 0.0  # of all engines, set by the user; 0: unknown
-
-    @property
-    def rollout(self) -> float | None:
-        """Seconds of sampling per step."""
-        rate = self.rollout_tokens_per_s
-        return self.executions.sampled / rate if rate else None
-
-    def stages(self) -> dict[str, float]:
-        """Returns seconds per step by program; of several row shapes, the slowest counts."""
-        stages: dict[str, float] = {}
-        for moment, prediction in self.programs:
-            times = self.executions.of(moment)
-            brought = moment.brought / HOST[0]  # models are copied once per stage, optimizers both ways per step
-            copies = (2 * times if moment.stage == "step" else 1) * brought if times else 0.0
-            stages[moment.name] = max(stages.get(moment.name, 0.0), times * prediction.seconds + copies)
-        return {name: seconds for name, seconds in stages.items() if seconds}
-
-    def with_servers(self) -> dict[str, float]:
-        """Returns seconds per step in which servers sleep, wake, get the weights and are checked."""
-        scoring = max(
-            (prediction.seconds for moment, prediction in self.programs if moment.name == "log-probs"), default=0.0
-        )
-        critic = sum(seconds for name, seconds in self.stages().items() if name.startswith("critic "))
-        return server_seconds(self.executions.servers, self.machine, scoring, critic)
-
-    @property
-    def busy(self) -> float:
-        """Seconds per step if collectives did not overlap with kernels at all."""
-        return sum(
-            self.executions.of(moment) * (prediction.compute + prediction.hbm + prediction.sent)
-            for moment, prediction in self.programs
-        )
-
-    @property
-    def step(self) -> float:
-        """Seconds per step, without the rollout if its rate is unknown."""
-        return sum(self.stages().values()) + sum(self.with_servers().values()) + (self.rollout or 0.0)
-
-
-def make_outlook(estimate: Estimate, machine: Machine, mesh: Any, executions: Executions, rate: float = 0.0) -> Outlook:
-    """Forecasts all compiled programs, and a step from their executions."""
-    programs = tuple(
-        (moment, forecast.forecast_account(moment.account, machine, mesh, moment.useful))
-        for moment in estimate.moments
-        if moment.account is not None and moment.account.error is None
-    )
-    return Outlook(machine, programs, executions, rate)
-
-
-def program_lines(estimate: Estimate, outlook: Outlook | None) -> list[str]:
-    """Formats the programs: compile time, attention kernel, peak memory, FLOP, bytes; on a machine the forecast."""
-    predictions = {} if outlook is None else {id(moment): prediction for moment, prediction in outlook.programs}
-    permanent = sum(estimate.parts.values())
-    header = ["program", "compiled", "peak GiB", "temp. GiB", "TFLOP", "HBM GB", "sent GiB"]
-    header += ["seconds", "bound by", "MFU at most"] if outlook is not None else []
-    rows = [[*header, "kernels"]]
-    for moment in estimate.moments:
-        compiled, predicted = moment.account, predictions.get(id(moment))
-        if compiled is None:
-            rows.append(
-                [moment.name, "estimated", _gib(permanent + moment.needs), _gib(moment.temporaries)]
-                + [""] * (len(header) - 3)
-            )
-            continue
-        if compiled.error is not None:
-            rows.append([moment.name, "refused"] + [""] * (len(header) - 2) + [compiled.error[:120]])
-            continue
-        sent_bytes = sum(collective.total for collective in compiled.collectives)
-        cells = [moment.name, f"{compiled.compile_s:.1f} s", _gib(permanent + moment.needs), _gib(moment.temporaries)]
-        cells += [f"{compiled.total_flops / 1e12:,.3g}", f"{compiled.hbm / 1e9:,.3g}", _gib(sent_bytes)]
-        if outlook is not None:
-            mfu = "" if predicted is None or predicted.mfu is None else f"{predicted.mfu:.0%}"
-            cells += ["", "", ""] if predicted is None else [_seconds(predicted.seconds), predicted.bound, mfu]
-        kernels = ", ".join(f"{name.removeprefix('__')} x{times}" for name, times in compiled.kernels.items())
-        rows.append([*cells, kernels or "-"])
-    title = "programs, of one device" + ("" if outlook is None else f" of {outlook.machine.name}; {NOTE}")
-    return [title, *_align_columns(rows)]
-
-
-def exchange_lines(estimate: Estimate) -> list[str]:
-    """Formats each program's collectives by kind and mesh axes, and the partitioner's warnings."""
-    lines = []
-    for moment in estimate.moments:
-        if moment.account is None:
-            continue
-        rows = [
-            [f"    {kind}", "+".join(axes), f"{times:,} times", f"{_gib(size)} GiB"]
-            for kind, axes, times, size in schedule.totals(moment.account.collectives)
-            if size >= GIB // 1000
-        ]
-        warnings = [f"    warning: the partitioner gathers whole: {operation}" for operation in moment.account.warnings]
-        loops = moment.account.unknown_loops
-        warnings += [f"    {len(loops)} loop(s) of unknown length count once"] if loops else []
-        if rows or warnings:
-            lines += [f"  {moment.name}", *_align_columns(rows), *warnings]
-    return ["exchanges between devices, loops multiplied out", *lines] if lines else []
-
-
-def step_lines(outlook: Outlook) -> list[str]:
-    """Formats a step's forecast and the assumed rates."""
-    lines = [f"a step with all responses as long as they may be; {NOTE}"]
-    rows = [
-        [f"  {name}", f"{outlook.executions.by_program[name]:,} times", f"{_seconds(seconds)} s"]
-        for name, seconds in outlook.stages().items()
-    ]
-    rows += [[f"  {name}", "servers", f"{_seconds(seconds)} s"] for name, seconds in outlook.with_servers().items()]
-    if outlook.rollout is not None:
-        rows.append(["  rollout", f"{outlook.executions.sampled:,} tokens", f"{_seconds(outlook.rollout)} s"])
-    rows.append(["  together", "", f"{_seconds(outlook.step)} s"])
-    lines += _align_columns(rows)
-    if outlook.rollout is None and outlook.executions.sampled:
-        lines.append("  without the rollout; --rollout_tokens_per_s=N adds it")
-    rates = forecast.rates(outlook.machine) + server_rates(outlook.executions.servers)
-    return [*lines, "", "assumed rates, of one device", *(f"  {line}" for line in rates)]
-
-
-def report_dict(estimate: Estimate, outlook: Outlook | None) -> dict[str, Any]:
-    """Returns the dry run's report as JSON types."""
-    predictions = {} if outlook is None else {id(moment): prediction for moment, prediction in outlook.programs}
-    permanent = sum(estimate.parts.values())
-    programs = []
-    for moment in estimate.moments:
-        row: dict[str, Any] = dict(name=moment.name, peak=permanent + moment.needs, temporaries=moment.temporaries)
-        row |= {} if moment.account is None else {"account": moment.account.as_dict()}
-        row |= {"forecast": predictions[id(moment)].as_dict()} if id(moment) in predictions else {}
-        programs.append(row)
-    report: dict[str, Any] = dict(
-        parts=estimate.parts, peak=estimate.peak, worst=estimate.worst.name, programs=programs
-    )
-    if outlook is not None:
-        report |= dict(machine=outlook.machine.name, note=NOTE, step_s=outlook.step, stages_s=outlook.stages())
-        report |= dict(rollout_s=outlook.rollout, servers_s=outlook.with_servers())
-        report |= dict(rates=forecast.rates(outlook.machine) + server_rates(outlook.executions.servers))
-    return report
-
-
-def _gib(count: float) -> str:
-    return f"{count / GIB:,.1f}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.3g}"
-
-
-def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligns rows: the first column to the left, the others to the right, the last of five or more to the left."""
-    if not rows:
-        return []
-    widths = [max(len(row[i]) if i < len(row) else 0 for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        for i, cell in enumerate(row[1:], 1):
-            is_last = i == len(widths) - 1 and len(widths) > 4
-            cells.append(cell if is_last else cell.rjust(widths[i]))
-        lines.append("  ".join(cells).rstrip())
-    indent = "" if rows[0][0].startswith(" ") else "  "
-    return [indent + line for line in lines]

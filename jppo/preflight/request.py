@@ -4,32 +4,26 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jppo import plugins
 from jppo.errors import UserError
 from jppo.learner.make import open_mesh
 from jppo.settings import Training
-
-if TYPE_CHECKING:
-    from jppo.forecast.machines import Machine
 
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
     """The options of `--dry_run`."""
 
-    machine: "Machine | None" = None  # None: this one
+    machine: Any = None  # a described one; None: this one
     json: str = ""  # path of the JSON report; '' writes none
     rollout_tokens_per_s: float = 0.0
 
     def mesh(self, c: Training) -> Any:
         """Makes the config's mesh of the devices, and prepares the process for them."""
-        devices = None
-        if self.machine is not None:
-            from jppo.forecast import compilers
-
-            devices = compilers.devices_of(self.machine)
-        return open_mesh(c, devices)
+        described = self.machine is not None
+        return open_mesh(c, plugins.load("forecast.compilers").devices_of(self.machine) if described else None)
 
     def write(self, report: dict[str, Any]) -> None:
         """Writes the JSON file, if one is requested."""
@@ -57,9 +51,6 @@ def read_request(switches: dict[str, Any], command: str, argv: Sequence[str]) ->
         )
     if name is None:
         return DryRun(json=switches.get("json", ""))
-    from jppo.forecast import compilers, machines
-
-    machine = machines.parse_machine(name)  # a script's empty variable is no machine
-    if not compilers.is_present(machine):
-        compilers.rerun(machine, command, argv)
+    machine = plugins.load("forecast.machines").parse_machine(name)  # a script's empty variable is no machine
+    plugins.load("forecast.compilers").rerun_if_absent(machine, command, argv)
     return DryRun(machine, switches.get("json", ""), rate)

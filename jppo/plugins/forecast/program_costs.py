@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from jppo.forecast.hlo import HloProgram, Instruction, Shape
+from jppo.plugins.forecast.hlo import HloProgram, Instruction, Shape
 
 FUSIONS = ("fusion", "async-start")
 PALLAS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")

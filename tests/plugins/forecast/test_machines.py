@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jppo.errors import UserError
-from jppo.forecast import account as forecast
-from jppo.forecast import compilers, machines
-from jppo.forecast.account import Account
-from jppo.forecast.machines import SHARES
-from jppo.forecast.schedule import Collective, CollectiveStart, Kernel, Loop, Wait
+from jppo.plugins.forecast import account as forecast
+from jppo.plugins.forecast import compilers, machines
+from jppo.plugins.forecast.account import Account
+from jppo.plugins.forecast.machines import SHARES
+from jppo.plugins.forecast.schedule import Collective, CollectiveStart, Kernel, Loop, Wait
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_compiler_that_crashes_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "crashes.py").write_text("import os; os.abort()")
     monkeypatch.setattr(compilers, "require_compiler", lambda machine: os.environ | {"PYTHONPATH": str(tmp_path)})
     with pytest.raises(UserError, match=r"--machine=v5p-8: XLA's compiler crashed \(SIGABRT\); try another mesh"):
-        compilers.rerun(machines.parse_machine("v5p-8"), "crashes", [])
+        compilers.rerun_if_absent(machines.parse_machine("v5p-8"), "crashes", [])
     (tmp_path / "crashes.py").write_text("import os; os.kill(os.getpid(), 9)")
     with pytest.raises(UserError, match=r"v5p-8: the process of XLA's compiler was killed, .* memory .*; end other"):
-        compilers.rerun(machines.parse_machine("v5p-8"), "crashes", [])
+        compilers.rerun_if_absent(machines.parse_machine("v5p-8"), "crashes", [])

@@ -6,11 +6,12 @@ import types
 import pytest
 
 from jppo import plan, settings
-from jppo.forecast import compilers, machines
-from jppo.forecast.account import Account, Forecast
 from jppo.models.config import Experts, Routing
 from jppo.models.families import QWEN3
-from jppo.preflight.programs import Estimate, Executions, Outlook, ProgramMemory
+from jppo.plugins.forecast import compilers, machines, search
+from jppo.plugins.forecast.account import Account, Forecast
+from jppo.plugins.forecast.outlook import Executions, Outlook
+from jppo.preflight.programs import Compilation, Estimate, ProgramMemory
 from tests.make import typed
 
 GIB = 2**30
@@ -27,10 +28,10 @@ def config():
 
 
 def candidate(changes, seconds, peak, links=0.0):
-    moment = ProgramMemory("actor gradient", 0, int(peak * GIB), account=Account())
+    moment = ProgramMemory("actor gradient", 0, int(peak * GIB), compiled=Compilation(work=Account()))
     one = Forecast(compute=seconds, hbm=0.0, links=links)
     outlook = Outlook(MACHINE, ((moment, one),), Executions({"actor gradient": 1}))
-    return plan.Candidate(changes, Estimate({}, (moment,)), outlook, fits=peak <= 60)
+    return search.Candidate(changes, Estimate({}, (moment,)), outlook, fits=peak <= 60)
 
 
 INPUTS = types.SimpleNamespace(policy=types.SimpleNamespace(experts=None))
@@ -43,10 +44,10 @@ def searched(config, monkeypatch, cost):
         tried.append(changes)
         return candidate(changes, *cost(changes))
 
-    monkeypatch.setattr(plan, "try_settings", attempt)
+    monkeypatch.setattr(search, "try_settings", attempt)
     monkeypatch.setattr(compilers, "devices_of", lambda machine: [])
     said = []
-    return plan.search(typed(config), INPUTS, MACHINE, rate=0.0, report=said.append), tried, said
+    return search.search(typed(config), INPUTS, MACHINE, rate=0.0, report=said.append), tried, said
 
 
 def test_each_group_is_tried_on_the_best_so_far(config, monkeypatch):
@@ -104,7 +105,7 @@ SIX = Experts(6, 2, 8, 0, normalized=True, sparse=(True,), names=QWEN3, routing=
     ],
 )
 def test_meshes_have_all_devices_and_stay_within_a_host(machine, experts, count):
-    found = list(plan.candidate_meshes(machines.parse_machine(machine), experts))
+    found = list(search.candidate_meshes(machines.parse_machine(machine), experts))
     sizes = [tuple(one.values()) for one in found]
     assert len(sizes) == len(set(sizes)) == count
     n, each = machines.parse_machine(machine).devices, machines.parse_machine(machine).each
@@ -114,12 +115,12 @@ def test_meshes_have_all_devices_and_stay_within_a_host(machine, experts, count)
 
 def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, tmp_path):
     rows = [candidate({"model.remat": "full"}, 5.0, 10.0), candidate({}, 7.0, 20.0), candidate({"a": 1}, 3.0, 99.0)]
-    rows.append(plan.Candidate({"mesh.tensor": 8}, reason="mesh.tensor=8 must divide 28"))
+    rows.append(search.Candidate({"mesh.tensor": 8}, reason="mesh.tensor=8 must divide 28"))
     switches = {"machine": "8xH100", "json": str(tmp_path / "plan.json"), "rollout_tokens_per_s": 0.0}
     monkeypatch.setattr(settings, "parse", lambda *_, **__: (config, switches))
-    monkeypatch.setattr(compilers, "is_present", lambda machine: True)
+    monkeypatch.setattr(plan, "rerun_if_absent", lambda *_: None)
     monkeypatch.setattr(plan, "read_inputs", lambda *_, **__: None)
-    monkeypatch.setattr(plan, "search", lambda *_, **__: rows)
+    monkeypatch.setattr(search, "search", lambda *_, **__: rows)
     plan.main(["--config=mine.py", "--config.model.remat", "dots", "--machine", "8xH100", "--json=plan.json"])
     out = capsys.readouterr().out.splitlines()
     assert out[2].split()[:3] == ["5", "10.0", "fits"] and "does not fit" in out[4]
@@ -127,7 +128,7 @@ def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, 
     assert out[-1] == "best: python -m jppo.train --config=mine.py --config.model.remat=full"
     said = json.loads((tmp_path / "plan.json").read_text())
     assert [one["fits"] for one in said["candidates"]] == [True, True, False, False]
-    monkeypatch.setattr(plan, "search", lambda *_, **__: rows[2:])
+    monkeypatch.setattr(search, "search", lambda *_, **__: rows[2:])
     with pytest.raises(SystemExit) as e:
         plan.main(["--config=mine.py"])
     assert e.value.code == 2 and "none of 2 settings fits a device of 79.1 GiB" in capsys.readouterr().err
@@ -139,7 +140,7 @@ def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, 
 
 def test_every_other_way_to_recompute_is_tried(config):
     config.model.remat = "dots"
-    assert [changes["model.remat"] for changes in plan.other_remats(typed(config))] == [
+    assert [changes["model.remat"] for changes in search.other_remats(typed(config))] == [
         "none",
         "attention",
         "full",

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jppo.forecast import account, hlo, program_costs, schedule
+from jppo.plugins.forecast import account, hlo, program_costs, schedule
+from jppo.preflight.programs import compile_program
 
 SIZES = {"data": 2, "fsdp": 2, "sequence": 1, "tensor": 2}
 
@@ -274,14 +275,15 @@ def test_the_account_of_a_program_compiled_here():
         return jax.lax.scan(layer, x, (up, down))[0]
 
     args = shape((R, D), ("data", "fsdp")), shape((L, D, F), None, "fsdp"), shape((L, F, D), None, "fsdp")
-    found = account.account_of_program(jax.jit(run).lower(*args), dict(mesh.shape))
-    assert found.error is None and found.unknown_loops == ()
+    compiled = compile_program(jax.jit(run).lower(*args), dict(mesh.shape), inspect=account.inspect)
+    found = compiled.work
+    assert compiled.error is None and found.unknown_loops == ()
     assert found.total_flops == L * 2 * 2 * (R // 8) * D * F
     gathers = [row for row in schedule.totals(found.collectives) if row[0] == "all-gather"]
     assert [row[1] for row in gathers] == [("fsdp",)]
     assert gathers[0][3] == 2 * L * D * F * 4  # each layer's two matrices, once
     weights = 2 * L * D * F // 4 * 4
-    assert found.arguments == weights + R // 8 * D * 4
+    assert compiled.arguments == weights + R // 8 * D * 4
     assert found.hbm > 2 * L * D * F * 4  # at least all gathered weights are read
 
 
@@ -290,7 +292,7 @@ def test_a_program_that_the_compiler_refuses_has_its_reason():
         def compile(self):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17G\nof 15.75G\n\nmore")
 
-    assert account.account_of_program(Refusing(), {}).error == "RESOURCE_EXHAUSTED: Used 17G of 15.75G"
+    assert compile_program(Refusing(), {}).error == "RESOURCE_EXHAUSTED: Used 17G of 15.75G"
 
 
 def test_partitioner_warnings_are_kept_and_the_rest_is_written(capfd):
@@ -306,7 +308,7 @@ def test_partitioner_warnings_are_kept_and_the_rest_is_written(capfd):
             os.write(2, f"{line}\nanother line\n".encode())
             return jax.jit(lambda x: x + 1).lower(1.0).compile()
 
-    found = account.account_of_program(Warning_(), {})
+    found = compile_program(Warning_(), {}, inspect=account.inspect).work
     assert found.warnings == ("gather f32[64,8] (jit(f)/embed/gather)",)
     assert capfd.readouterr().err.splitlines() == ["another line"]
 

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jppo.forecast import account, hlo
-from jppo.forecast.schedule import CollectiveStart, Kernel, Loop, Wait, schedule_of
+from jppo.plugins.forecast import account, hlo
+from jppo.plugins.forecast.schedule import CollectiveStart, Kernel, Loop, Wait, schedule_of
+from jppo.preflight.programs import compile_program
 
 SIZES = {"data": 1, "fsdp": 2}
 TEXT = """HloModule m, is_scheduled=true
@@ -57,7 +58,8 @@ def test_the_schedule_has_all_of_a_programs_products():
     def f(x):
         return jax.lax.scan(lambda y, _: (jnp.tanh(y @ x), None), x, None, length=3)[0]
 
-    found = account.account_of_program(jax.jit(f).lower(jnp.ones((32, 32))), {"data": 1})
+    lowered = jax.jit(f).lower(jnp.ones((32, 32)))
+    found = compile_program(lowered, {"data": 1}, inspect=account.inspect).work
 
     def total(steps):
         return sum(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jppo.forecast import compilers
+from jppo.plugins.forecast import compilers
 from tests.make import ROOT, script
 
 SCRIPT = ROOT / "scripts/check_accounts.py"

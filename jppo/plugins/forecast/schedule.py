@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jppo.forecast import program_costs
-from jppo.forecast.hlo import WRAPPERS, HloProgram, Instruction, Shape
-from jppo.forecast.machines import Kind
+from jppo.plugins.forecast import program_costs
+from jppo.plugins.forecast.hlo import WRAPPERS, HloProgram, Instruction, Shape
+from jppo.plugins.forecast.machines import Kind
 
 KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",

@@ -1,40 +1,25 @@
-"""The account of a compiled program: memory, products, kernels, collectives; and a forecast of its seconds.
+"""The account of a compiled program: products, kernels, collectives; and a forecast of its seconds.
 
 Kernels run one after another, each bound by its products or by memory, at the shares of the rates that `machines.py`
 lists. Collectives run beside them where the compiler's schedule lets them; the wait for the rest counts.
 """
 
-import contextlib
 import dataclasses
-import os
 import re
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import jax
 
-from jppo.forecast import hlo, program_costs, schedule
-from jppo.forecast.machines import HOST, Gpu, Kind, Machine, Tpu
-from jppo.forecast.schedule import Collective, Kernel, Step, count_crossings, run_schedule, schedule_of
-
-PARTITIONER = "Involuntary full rematerialization"
-# XLA logs these on any host without a GPU, or of a program that does not fit, as the account already does.
-NOISE = ("cudart_stub", "before absl::InitializeLog", "hlo_rematerialization.cc", "gpu_hlo_schedule.cc")
+from jppo.plugins.forecast import hlo, program_costs, schedule
+from jppo.plugins.forecast.machines import HOST, Gpu, Kind, Machine, Tpu
+from jppo.plugins.forecast.schedule import Collective, Kernel, Step, count_crossings, run_schedule, schedule_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Account:
     """The work of one device in one execution of a program; bytes and FLOP from shapes."""
 
-    compile_s: float = 0.0
-    error: str | None = None  # the compiler's, in one line; all else is 0 then
-    arguments: int = 0
-    temporaries: int = 0
-    results: int = 0  # bytes that alias no argument
-    code: int = 0  # bytes of the program; XLA states none for CPUs
     flops: dict[str, int] = dataclasses.field(default_factory=dict)  # of products, by the dtype of their factors
     hbm: int = 0  # bytes read and written
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)  # calls of each custom kernel
@@ -65,27 +50,13 @@ class Account:
         return fields | {name: list(fields[name]) for name in ("warnings", "unknown_loops")}
 
 
-def account_of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Account:
-    """Compiles a lowered program and returns its account; `sizes` are its mesh axes, in the mesh's order.
+def inspect(compiled: jax.stages.Compiled, sizes: dict[str, int], masked: float, warnings: list[str]) -> Account:
+    """Returns the account of a compiled program; `sizes` are its mesh axes, in the mesh's order.
 
-    `share` of the tokens are in the mask: that share of a loop over them runs.
+    The share `masked` of the tokens is in the mask: that share of a loop over them runs.
     """
-    start = time.perf_counter()
-    log: list[str] = []
-    try:
-        with capture_stderr(log):
-            compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as e:
-        return Account(compile_s=time.perf_counter() - start, error=" ".join(str(e).split("\n\n")[0].split())[:400])
-    seconds = time.perf_counter() - start
-    memory: Any = compiled.memory_analysis()
-    program = hlo.parse_hlo(compiled.as_text(), share)
+    program = hlo.parse_hlo(compiled.as_text() or "", masked)
     return Account(
-        compile_s=seconds,
-        arguments=memory.argument_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        results=max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
-        code=memory.generated_code_size_in_bytes,
         flops=program_costs.flops(program),
         hbm=sum(
             times * program_costs.bytes_moved(program, position, instruction)
@@ -94,28 +65,9 @@ def account_of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.
         kernels=program_costs.kernels(program),
         collectives=tuple(schedule.find_collectives(program, sizes)),
         schedule=schedule_of(program, sizes),
-        warnings=tuple(dict.fromkeys(_operation(line) for line in log if PARTITIONER in line)),
+        warnings=tuple(dict.fromkeys(map(_operation, warnings))),
         unknown_loops=tuple(program.unknown_loops()),
     )
-
-
-@contextlib.contextmanager
-def capture_stderr(lines: list[str]) -> Iterator[None]:
-    """Appends XLA's stderr to `lines`, then passes on all but the partitioner's warnings and known noise."""
-    sys.stderr.flush()
-    stderr_copy = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(stderr_copy, 2)
-            os.close(stderr_copy)
-            file.seek(0)
-            lines += file.read().decode(errors="replace").splitlines()
-            passed_on = [line for line in lines if not any(word in line for word in (PARTITIONER, *NOISE))]
-            if passed_on:
-                os.write(2, ("\n".join(passed_on) + "\n").encode())
 
 
 def _operation(warning: str) -> str:

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from jppo.forecast import machines
-from jppo.preflight.servers import IPC, WAKE_S, ServerWork, publish_seconds, server_rates, server_seconds
+from jppo.plugins.forecast import machines
+from jppo.plugins.forecast.servers import IPC, WAKE_S, ServerWork, publish_seconds, server_rates, server_seconds
 
 # Qwen2.5-7B in bfloat16, four servers on two GPUs each: docs/scaling.md, publishing a large model.
 WORK = ServerWork(

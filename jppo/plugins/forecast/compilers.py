@@ -12,12 +12,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
 from jppo.errors import UserError
-from jppo.forecast.machines import Gpu, Machine, Tpu, target_config
+from jppo.plugins.forecast.machines import Gpu, Machine, Tpu, target_config
 
 READY = ".ready"
 CUDNN = "9.20.0.48"  # which an installation with vLLM 0.32 gets: torch 2.13 pins it; JAX alone takes the newest
@@ -31,7 +31,7 @@ PLATFORM_VARIABLE = "JPPO_COMPILES_FOR"  # environment variable of such a proces
 
 def compiler_folder(platform: str) -> pathlib.Path:
     """Returns the folder in which a platform's compiler is installed."""
-    root = pathlib.Path(__file__).resolve().parents[2]
+    root = pathlib.Path(__file__).resolve().parents[3]
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
     return (root / ".targets" if (root / "pyproject.toml").is_file() else cache / "jppo/compilers") / platform
 
@@ -74,7 +74,7 @@ def require_compiler(machine: Machine) -> dict[str, str]:
         raise UserError(
             f"--machine={machine.name}: XLA's compiler for {platform.upper()}s with {versions} is not"
             f" installed in {folder}; run: make target-{platform} (without a checkout: python -m"
-            f" jppo.forecast.compilers {platform})"
+            f" jppo.plugins.forecast.compilers {platform})"
         )
     python_paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
@@ -99,11 +99,13 @@ def is_present(machine: Machine) -> bool:
     return os.environ.get(PLATFORM_VARIABLE) == machine.chip.platform
 
 
-def rerun(machine: Machine, command: str, argv: Sequence[str]) -> NoReturn:
-    """Reruns the command in a process that can compile for the machine; exits with its code.
+def rerun_if_absent(machine: Machine, command: str, argv: Sequence[str]) -> None:
+    """Unless this process can compile for the machine, reruns the command in one that can; exits with its code.
 
     JAX looks for the compiler only at import, so this process cannot use it.
     """
+    if is_present(machine):
+        return
     env = require_compiler(machine)
     code = subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode
     if code == -signal.SIGKILL:
@@ -148,6 +150,6 @@ def devices_of(machine: Machine) -> list[Any]:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in PACKAGES:
-        print("usage: python -m jppo.forecast.compilers gpu|tpu", file=sys.stderr)
+        print("usage: python -m jppo.plugins.forecast.compilers gpu|tpu", file=sys.stderr)
         sys.exit(2)
     install_compiler(sys.argv[1])
