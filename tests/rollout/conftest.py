@@ -52,8 +52,8 @@ class FakeServer:
                 try:
                     answer = answer(body) if callable(answer) else answer
                     headers = {}
-                    if isinstance(answer, tuple):  # status, and headers
-                        (status, headers), answer = answer, {"error": "refused"}
+                    if isinstance(answer, tuple):  # status and headers, perhaps with an answer
+                        status, headers, answer = (*answer, {"error": "refused"})[:3]
                     data = json.dumps(answer).encode()
                 except ConnectionAbortedError:  # an answer that breaks off before it begins
                     return

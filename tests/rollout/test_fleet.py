@@ -546,13 +546,16 @@ def test_a_request_that_the_server_does_not_sample_is_asked_again(made, fakes):
     assert sampler.metrics()["rollout/asked_again"] >= 1.0
 
 
-def status(fake, codes, headers=()):
+PAUSED = {"error": {"message": "paused", "type": "ServiceUnavailableError", "param": None, "code": 503}}  # vLLM 0.33's
+
+
+def status(fake, codes, headers=(), said=None):
     """The fake refuses so many requests with these codes, then answers; returns the times of all."""
     (_, good), left, times = fake.answers[GENERATE], list(codes), []
 
     def reply(body):
         times.append(time.monotonic())
-        return (left.pop(0), dict(headers)) if left else good(body)
+        return (left.pop(0), dict(headers), said or {"error": "refused"}) if left else good(body)
 
     fake.answers[GENERATE] = (200, reply)
     return times
@@ -567,15 +570,16 @@ def test_a_refused_request_is_asked_again_when_the_server_says(made, fakes, code
     assert sampler.metrics() == {"rollout/servers": 1.0, "rollout/restarts": 0.0, "rollout/asked_again": 1.0}
 
 
-def test_a_limited_rate_is_no_fault_of_the_server_and_ends_the_run_at_the_last_try(made, fakes, monkeypatch):
+@pytest.mark.parametrize("code, said", [(429, None), (503, PAUSED)])
+def test_a_limited_rate_is_no_fault_of_the_server_and_ends_the_run_at_the_last_try(made, fakes, monkeypatch, code, said):
     monkeypatch.setattr(endpoint, "AGAIN_S", 0.02)
     sampler = made(1)
-    times = status(fakes[0], [429] * 4)
+    times = status(fakes[0], [code] * 4, said=said)
     assert len(sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1), version=7)) == 1
     pauses = np.diff(times)
     assert (pauses > [0.02, 0.04, 0.08, 0.16]).all() and sampler.restarts == 0
-    status(fakes[0], [429] * 100)
-    with pytest.raises(RolloutError, match=r"a request failed 5 times; the last time: .* with 429"):
+    status(fakes[0], [code] * 100, said=said)
+    with pytest.raises(RolloutError, match=rf"a request failed 5 times; the last time: .* with {code}"):
         sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1), version=7)
     assert sampler.restarts == 0
 

@@ -17,7 +17,7 @@ from jppo.rollout.servers.http_client import Broken, Reply, brief, quoted, send
 
 T = TypeVar("T")
 OPEN = Key()
-MISSING, TAKEN, BUSY = 404, 409, 429
+MISSING, TAKEN, BUSY, UNAVAILABLE = 404, 409, 429, 503
 TRIES = 5  # of a call that a busy server refuses
 AGAIN_S = 1.0  # before a refused request is sent again, if the server does not name a time; doubles with each try
 
@@ -32,7 +32,7 @@ class ServerFault(RolloutError):
 
 
 class Busy(ServerFault):
-    """A server or proxy limits the rate of requests; nothing is wrong with it."""
+    """A server or proxy limits the rate of requests, or pauses; nothing is wrong with it."""
 
 
 class LeaseTaken(RolloutError):
@@ -179,8 +179,10 @@ class Endpoint:
         message = f"answered {route} with {status}: {quoted(reply.content, 500)}"
         # of the server or of a proxy; the guard may know nothing of a crash
         if status in (MISSING, BUSY) or not (status == 200 or 400 <= status < 500):
-            fault = self.fault(message, Busy if status == BUSY else ServerFault)
-            fault.after_s = _retry_after_s(reply) if status < 500 or "retry-after" in reply.headers else None
+            is_busy = status == BUSY or _is_paused(reply)
+            fault = self.fault(message, Busy if is_busy else ServerFault)
+            names_time = status < 500 or is_busy or "retry-after" in reply.headers
+            fault.after_s = _retry_after_s(reply) if names_time else None
             raise fault
         if not is_proven:
             raise self.fault(f"sent no proof on {route} that it is the server started here")
@@ -200,6 +202,14 @@ class Endpoint:
 def retry_pause_s(after_s: float, attempt: int, max_s: float) -> float:
     """Returns the pause before the next try: what the server asks for, or one that doubles; at most `max_s`."""
     return min(after_s or AGAIN_S * 2**attempt, max_s)
+
+
+def _is_paused(reply: Reply) -> bool:
+    """Whether vLLM 0.33 or newer itself refuses requests for a while: paused, or its queue is full."""
+    try:
+        return reply.status == UNAVAILABLE and bool(json.loads(reply.content)["error"]["code"] == UNAVAILABLE)
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return False
 
 
 def _retry_after_s(reply: Reply) -> float:
