@@ -4,6 +4,7 @@ If several rows match a key, the first counts. Then the settings that follow fro
 """
 
 import fnmatch
+import functools
 import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -123,6 +124,7 @@ def current_key(key: str) -> str:
     return key
 
 
+@functools.cache
 def find_row(key: str) -> KeyRow | None:
     """Returns the row of a verl 0.9.1 key."""
     return next((name for name in KEYS if fnmatch.fnmatchcase(key, name.key)), None)
