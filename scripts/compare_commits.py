@@ -33,6 +33,10 @@ from concurrent.futures import Future
 import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests import xla_flags
+
 SMALL = 2_000  # characters of the program of a single operation, which a change of host code may add
 # In the sources, and names of functions and of results.
 PLACES = r"^#loc.*\n| loc\((?:[^()]|\([^()]*\))*\)|@jit_\w+|jax.result_info = \"[^\"]*\""
@@ -205,7 +209,6 @@ class Drawn:
 
 def write_inputs(folder: pathlib.Path) -> None:
     """Writes data, reward functions and three models of two layers with weights."""
-    sys.path.insert(0, str(ROOT))
     from examples import arithmetic
     from tests import make
 
@@ -397,9 +400,9 @@ def measure(checkout: pathlib.Path, inputs: pathlib.Path, out: pathlib.Path, nam
         if not (out / f"{name}.json").exists():
             by_devices[CASES.get(name, {}).get("devices", 1)].append(name)
     for devices, some in by_devices.items():
-        flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_use_fusion_emitters=false"
         env = os.environ | {
-            "PYTHONPATH": str(checkout), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(checkout), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags.quick(devices),
+            "HF_HUB_OFFLINE": "1",
             "JAX_COMPILATION_CACHE_DIR": str(out.parent / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }  # fmt: skip
         command = [sys.executable, __file__, "--work", inputs, out, *some]

@@ -12,11 +12,11 @@ import tempfile
 import time
 from concurrent.futures import Future
 
-# Without the emitters of fusions XLA compiles three times as fast. Commands that tests start as a user does have them.
+from tests import xla_flags
+
 os.environ["XLA_FLAGS"] = (
     re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
-    + " --xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
-    + " --xla_cpu_use_fusion_emitters=false"
+    + f" {xla_flags.quick(devices=8)} --xla_cpu_parallel_codegen_split_count=1"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"

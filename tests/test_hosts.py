@@ -19,6 +19,7 @@ from jppo.rollout.servers.make import host_urls
 from jppo.run import start
 from jppo.run.start import require_shareable
 from jppo.settings import table
+from tests import xla_flags
 from tests.make import ROOT, changed, read_lines, typed, write_lines
 
 STEPS = 3
@@ -50,7 +51,7 @@ def launch(config, count=2, how="whole"):
     text = ["from jppo.settings import default", "def get_config():", "    c = default()", *lines, "    return c"]
     file.write_text("\n".join(text) + "\n")
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    env["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+    env["XLA_FLAGS"] = xla_flags.QUICK
     command = [sys.executable, "tests/hosts_program.py", how, f"--config={file}"]
     done = subprocess.run(
         ["scripts/launch/local.sh", str(count), *command],

@@ -26,6 +26,7 @@ from jppo.run.out_of_memory import OutOfMemory
 from jppo.run.resume import finished
 from jppo.runlog.checkpoint import steps_in
 from jppo.runlog.watchdog import Stopped
+from tests import xla_flags
 from tests.make import ROOT, changed, typed, untimed, weights
 
 
@@ -298,7 +299,7 @@ def by_command(small_run, run, devices, *more):
         "--config.trainer.max_ckpt_to_keep=9", "--config.trainer.total_training_steps=4", *more,
     ]  # fmt: skip
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_cpu_use_fusion_emitters=false",
+        "XLA_FLAGS": xla_flags.quick(devices),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     done = subprocess.run(

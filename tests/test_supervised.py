@@ -29,7 +29,7 @@ STEPS = 6  # of runs in this process
 LONG = 24  # of commands, so that a signal comes in time
 COMMANDS = {"sft": sft, "reward_model": reward_model}
 COMPILED = {  # of all commands: they must agree to the bit
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_cpu_use_fusion_emitters=false",
+    "XLA_FLAGS": xla_flags.quick(),
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
 }
 

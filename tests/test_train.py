@@ -15,6 +15,7 @@ from examples import arithmetic
 from jppo import train
 from jppo.run.sample_log import sample_metrics, source_means
 from jppo.types import Reward
+from tests import xla_flags
 from tests.make import ROOT, one_line, read_lines, trajectory, until, write_lines
 
 STEPS = 3
@@ -31,7 +32,7 @@ def command(run, *more, begin=(sys.executable, "-m", "jppo.train")):
 
 
 def start(run, *more, **how):
-    quick = {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    quick = {"XLA_FLAGS": xla_flags.QUICK, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     environment = os.environ | quick  # on one device
     return subprocess.Popen(
         command(run, *more, **how), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

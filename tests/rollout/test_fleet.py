@@ -571,7 +571,9 @@ def test_a_refused_request_is_asked_again_when_the_server_says(made, fakes, code
 
 
 @pytest.mark.parametrize("code, said", [(429, None), (503, PAUSED)])
-def test_a_limited_rate_is_no_fault_of_the_server_and_ends_the_run_at_the_last_try(made, fakes, monkeypatch, code, said):
+def test_a_limited_rate_is_no_fault_of_the_server_and_ends_the_run_at_the_last_try(
+    made, fakes, monkeypatch, code, said
+):
     monkeypatch.setattr(endpoint, "AGAIN_S", 0.02)
     sampler = made(1)
     times = status(fakes[0], [code] * 4, said=said)
