@@ -58,8 +58,8 @@ class Recipe:
     algorithm: Algorithm
     bypass: bool  # the engine's log-probs are the old ones
     correction: estimate.Correction | None  # with `bypass`: by the current policy, in its loss
-    kl_penalty: str | None  # of the KL in the reward; None: no such KL
-    kl_loss_type: str | None  # of the KL that a term of the loss reads; None: no such KL
+    kl_penalty: kl.Kind | None  # of the KL in the reward; None: no such KL
+    kl_loss_type: kl.Kind | None  # of the KL that a term of the loss reads; None: no such KL
     kl_topk: tuple[tuple[str, Any], ...] = ()  # keyword arguments of `kl.forward_kl_topk`
     adapt_kl: Callable[[Array, Array], Array] | None = None  # (β, KL) -> the next β; None: a fixed β
     mean: update.Mean = token_mean  # the weights of the policy's tokens in a term
@@ -191,9 +191,9 @@ def _has_experts(model: Model) -> bool:
     return model[1] is not None and model[1].experts is not None
 
 
-def _make_exact_pass(models: Models, r: Recipe, kind: str | None, **options: Any) -> score.Exact | None:
+def _make_exact_pass(models: Models, r: Recipe, kind: kl.Kind | None, **options: Any) -> score.Exact | None:
     """Makes the pass of an exact KL; None for another kind, or without a reference."""
-    if kind is None or kind not in kl.EXACT or models.reference is None:
+    if not isinstance(kind, str) or kind not in kl.EXACT or models.reference is None:
         return None
     divergence = kl.EXACT[kind]
     if kind == "forward_kl_topk":

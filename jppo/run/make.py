@@ -93,12 +93,9 @@ def _with_terms_of_settings(c: Loop, algorithm: Algorithm) -> Algorithm:
     return algorithm.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
 
 
-def kl_name(name: str, setting: str) -> str:
-    """Returns a KL estimator's name in `kl.ESTIMATORS`; registers a user-defined one."""
-    if name not in kl.BY_NAME:
-        estimate: Any = parts.KL_ESTIMATORS.find(name, setting)
-        kl.ESTIMATORS[name] = estimate
-    return name
+def kl_kind(name: str, setting: str) -> kl.Kind:
+    """Returns the KL estimator that a setting names."""
+    return name if name in kl.BY_NAME else parts.KL_ESTIMATORS.find(name, setting)
 
 
 def make_correction(c: Settings) -> estimate.Correction | None:
@@ -132,7 +129,7 @@ def make_recipe(c: Settings) -> ppo.Recipe:
         _make_recipe(c, make_algorithm(c)),
         bypass=c.algorithm.old_logprob == "bypass",
         correction=make_correction(c),
-        kl_penalty=kl_name(c.algorithm.kl_penalty, "algorithm.kl_penalty") if c.algorithm.use_kl_in_reward else None,
+        kl_penalty=kl_kind(c.algorithm.kl_penalty, "algorithm.kl_penalty") if c.algorithm.use_kl_in_reward else None,
         adapt_kl=make_kl_controller(c),
         value_norm_decay=c.critic.value_norm_decay,
         earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable or c.rollout.agent),
@@ -145,7 +142,7 @@ def make_loop_recipe(c: Loop) -> ppo.Recipe:
     return _make_recipe(c, _with_terms_of_settings(c, parts.policy_loss(c)), kl_penalty="kl")
 
 
-def _make_recipe(c: Loop, algorithm: Algorithm, kl_penalty: str | None = None) -> ppo.Recipe:
+def _make_recipe(c: Loop, algorithm: Algorithm, kl_penalty: kl.Kind | None = None) -> ppo.Recipe:
     """Makes the parts of a recipe that a PPO run and a user's loop share: losses, their means, KL and metrics."""
     a, v = c.actor, c.critic
     value_mode = a.loss_agg_mode if v.loss_agg_mode is None else v.loss_agg_mode
@@ -156,7 +153,7 @@ def _make_recipe(c: Loop, algorithm: Algorithm, kl_penalty: str | None = None) -
         bypass=False,
         correction=None,
         kl_penalty=kl_penalty,
-        kl_loss_type=kl_name(a.kl_loss_type, "actor.kl_loss_type") if a.use_kl_loss else None,
+        kl_loss_type=kl_kind(a.kl_loss_type, "actor.kl_loss_type") if a.use_kl_loss else None,
         kl_topk=(("topk", a.kl_topk), ("min_logp", a.kl_log_prob_min_clamp)),
         mean=functools.partial(update.aggregate, usual=algorithm.aggregation or a.loss_agg_mode, scale=scale),
         value_mean=functools.partial(update.aggregate, usual=value_mode, scale=value_scale),
