@@ -240,5 +240,5 @@ class TrainState:
     value_opt: Any
     kl_coef: Array  # [] f32
     bad_steps: Array  # [] i32, consecutive steps with a skipped update
-    key: Array  # jax.random key; the randomness of a step is fold_in(key, step)
+    key: Array  # jax.random key of the run; `learner/streams.py` folds numbers into it
     value_norm: Array | None = None  # [3] f32, weight, mean, variance of past returns; None: values are not normalised

@@ -17,6 +17,7 @@ from jppo.algorithms import kl, values
 from jppo.learner import batch, estimate, packing, score, sharding, state, update
 from jppo.learner.algorithm import Algorithm
 from jppo.learner.stats import join_stages
+from jppo.learner.streams import Step
 from jppo.learner.trainable import CompiledLoss, Trainable, make_before
 from jppo.learner.views import STATISTIC
 from jppo.models import placing
@@ -393,14 +394,15 @@ def learn(
     """
     version, metrics = int(now.step), dict[str, float]()
 
-    def epoch_mini_batches(epochs: Epochs, model: int, reads: Sequence[str]) -> Iterator[batch.Mini]:
-        """Yields the mini-batches of all epochs of a `model`, actor 0 or critic 1, with the arrays `reads`."""
+    def epoch_mini_batches(epochs: Epochs, stream: Step, trainable: Trainable) -> Iterator[batch.Mini]:
+        """Yields the mini-batches of all epochs of a model, ordered by its stream."""
         size, count, total = epochs.mini_batch_size, len(trajectories), epochs.of_step(version)
         for epoch in range(total):
-            order = state.order(now, model, epoch, count, shuffle=epochs.shuffle, max_count=epochs.most_sequences)
+            order = state.order(now, stream, epoch, count, shuffle=epochs.shuffle, max_count=epochs.most_sequences)
             minis = batch.mini_batches(
-                data, trajectories, reads=reads, order=order, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
-            )
+                data, trajectories, reads=trainable.loss.reads, order=order, mini_batch_size=size, plan=learner.plan,
+                mesh=learner.mesh,
+            )  # fmt: skip
             yield from clock.counted(
                 f"mini-batches of epoch {epoch + 1} of {total}", minis, batch.mini_batch_count(count, size)
             )
@@ -409,7 +411,7 @@ def learn(
         with clock("update_actor"):  # the schedule of the learning rate starts with the first step that has an epoch
             step = state.scalar(version - (0 if epochs.in_warmup else epochs.warmup), now.step)
             policy, policy_opt, metrics = learner.actor.learn(
-                now.policy, now.policy_opt, step, epoch_mini_batches(epochs, 0, learner.actor.loss.reads),
+                now.policy, now.policy_opt, step, epoch_mini_batches(epochs, Step.ACTOR_ORDER, learner.actor),
                 learner.recipe.reference_for_loss(learner.reference), key=now.key,
             )  # fmt: skip
         now = dataclasses.replace(now, policy=policy, policy_opt=policy_opt)
@@ -418,7 +420,7 @@ def learn(
     if learner.critic is not None:
         after_actor(dataclasses.replace(now, step=state.scalar(version + 1, now.step)))
         with clock("update_critic"):
-            minis = epoch_mini_batches(learner.critic_epochs, 1, learner.critic.loss.reads)
+            minis = epoch_mini_batches(learner.critic_epochs, Step.CRITIC_ORDER, learner.critic)
             value, value_opt, critic_metrics = learner.critic.learn(now.value, now.value_opt, now.step, minis)
         now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), join_stages(critic_metrics, metrics)
     return now, metrics

@@ -18,6 +18,7 @@ from jppo.learner import catalogue, estimate, make, packing, ppo, programs, shar
 from jppo.learner.algorithm import Algorithm
 from jppo.learner.make import Trained
 from jppo.learner.ppo import Learner, ModelConfigs, StepLearner
+from jppo.learner.streams import Start, fold
 from jppo.models import hf, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base
@@ -270,8 +271,8 @@ def load_learner(
     if value is not None and passes.critic is not None:
         critic, value_opt = make.make_trainable(c.critic, "critic", passes.critic, value, steps)
     if inputs.reference is not None:
-        key, cfg = jax.random.fold_in(jax.random.key(seed), 2), pad_vocab(inputs.reference, mesh.shape["tensor"])
-        reference = load_reference(c, mesh, cfg, policy, key, sketch)
+        cfg = pad_vocab(inputs.reference, mesh.shape["tensor"])
+        reference = load_reference(c, mesh, cfg, policy, fold(jax.random.key(seed), Start.REFERENCE), sketch)
     cfg = pad_vocab(inputs.policy, mesh.shape["tensor"])
     learner = Learner(
         mesh=mesh, cfg=cfg, plan=plan, recipe=recipe, passes=passes, actor=actor, critic=critic, reference=reference
@@ -292,7 +293,7 @@ def load_models(
     key = jax.random.key(seed)
     policy = make.load_trained(
         c, mesh, pad_vocab(inputs.policy, mesh.shape["tensor"]), c.model.path, head="lm",
-        init="shapes" if sketch else c.model.init, key=jax.random.fold_in(key, 0), adapters=inputs.adapters,
+        init="shapes" if sketch else c.model.init, key=fold(key, Start.POLICY), adapters=inputs.adapters,
         trunk=None if base is None else base.params,
     )  # fmt: skip
     policy = make.offload_if(policy, c.actor.param_offload, shared=base is not None)
@@ -305,7 +306,7 @@ def load_models(
         trunk = None
     critic = make.load_trained(
         c, mesh, pad_vocab(inputs.critic, mesh.shape["tensor"]), path, head="value",
-        init="shapes" if sketch else critic_init(c), key=jax.random.fold_in(key, 1), adapters=inputs.critic_adapters,
+        init="shapes" if sketch else critic_init(c), key=fold(key, Start.CRITIC), adapters=inputs.critic_adapters,
         trunk=None if trunk is None else trunk.params,
     )  # fmt: skip
     return policy, make.offload_if(critic, c.critic.param_offload, shared=trunk is not None)
