@@ -24,6 +24,7 @@ from typing import Protocol
 import numpy as np
 
 from jppo.errors import UserError
+from jppo.event_loop import LoopThread
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.api import ServerApi
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
@@ -94,7 +95,7 @@ class ServedWeights:
         self,
         router: Router,
         api: ServerApi,
-        loop: asyncio.AbstractEventLoop,
+        thread: LoopThread,
         *,
         on_broken: Callable[[Member, ServerFault], None],
         threads: int,
@@ -107,7 +108,7 @@ class ServedWeights:
         self.may_start = threading.Event()  # clear from a sleep to the next delivery: the trainer has their memory
         self.may_start.set()
         self._deliveries: tuple[Delivery, ...] = ()  # a whole model, then the latest addition
-        self._router, self._api, self._loop, self._on_broken = router, api, loop, on_broken
+        self._router, self._api, self._thread, self._on_broken = router, api, thread, on_broken
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jppo-fleet")
 
     @property
@@ -146,7 +147,7 @@ class ServedWeights:
             try:
                 taking = self._wake_up(taking, "weights")
                 if mode == "wait":
-                    asyncio.run_coroutine_threadsafe(_wait_until_idle(taking), self._loop).result()
+                    self._thread.submit(_wait_until_idle(taking)).result()
                 taking = self._run_on_each(taking, lambda endpoint: self.pause(endpoint, mode))
                 taking = self._wake_up(self._run_on_each(taking, delivery.take), "kv_cache")
                 for member in taking:
@@ -158,7 +159,7 @@ class ServedWeights:
                 self._run_on_each(taking, self.resume)
             finally:
                 self._router.holds_requests = False
-                self._loop.call_soon_threadsafe(self._end_update)
+                self._thread.loop.call_soon_threadsafe(self._end_update)
 
     def catch_up(self, member: Member, on_current: Callable[[], None] = lambda: None) -> None:
         """Delivers the current weights to one server, and calls `on_current` while they are still the current ones.

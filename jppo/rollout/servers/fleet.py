@@ -11,16 +11,15 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
 
 import numpy as np
 
 from jppo import traces
 from jppo.errors import UserError
+from jppo.event_loop import LoopThread, cancel_tasks
 from jppo.process import allow_files
 from jppo.rollout import protocol
 from jppo.rollout.protocol import (
@@ -53,7 +52,6 @@ from jppo.rollout.servers.repair import LOOKUP_S, Lookup, Membership, Repairs
 from jppo.rollout.servers.replies import max_answer_bytes, reading
 from jppo.types import Prompt, Sampling, Trajectory
 
-T = TypeVar("T")
 THREADS = 32  # of calls to servers that come and go
 
 
@@ -84,15 +82,13 @@ class Fleet(Served):
         self._router = Router(members)
         threads = 2 * len(members) + 1 if joining is None else THREADS
         self._waiting = ThreadPoolExecutor(threads, thread_name_prefix="jppo-repair")  # may wait for a delivery
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(self._waiting)
-        self.weights = ServedWeights(self._router, api, self._loop, on_broken=self._repair_broken, threads=threads)
+        self._thread = LoopThread("jppo-fleet")
+        self._thread.loop.set_default_executor(self._waiting)
+        self.weights = ServedWeights(self._router, api, self._thread, on_broken=self._repair_broken, threads=threads)
         self._repairs = Repairs(self._router, api, self.weights, settings, elastic=joining is not None)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-fleet", daemon=True)
-        self._thread.start()
-        self._submit(self._repairs.watch())
+        self._thread.submit(self._repairs.watch())
         if joining is not None:
-            self._submit(Membership(*joining, self._router, self._repairs, settings).watch())
+            self._thread.submit(Membership(*joining, self._router, self._repairs, settings).watch())
 
     @property
     def members(self) -> Sequence[Member]:
@@ -126,7 +122,7 @@ class Fleet(Served):
         only: Collection[int] | None = None,
     ) -> Future[list[Trajectory]]:
         """Like `Sampler.start`; does not block."""
-        return self._submit(protocol.converse(self.ask, self._talk, prompts, sampling, done, only))
+        return self._thread.submit(protocol.converse(self.ask, self._talk, prompts, sampling, done, only))
 
     def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
         """Samples as many answers per server as there are prompts, without tools or environments.
@@ -136,7 +132,7 @@ class Fleet(Served):
         ask = functools.partial(self.ask, urgent=True)
         count, one_turn = len(prompts) * len(self.members), protocol.one_turn(lambda _: "")
         probe_prompts = list(itertools.islice(itertools.cycle(prompts), count))  # an idle fleet takes turns
-        return self._submit(protocol.converse(ask, one_turn, probe_prompts, sampling, None)).result()
+        return self._thread.submit(protocol.converse(ask, one_turn, probe_prompts, sampling, None)).result()
 
     def sleep(self) -> None:
         if self._settings.sleep_level:
@@ -168,15 +164,9 @@ class Fleet(Served):
         stop_all(list(started.values()))
         self.weights.close(wait=bool(attached))  # a publish that broke off may still be at the attached servers
         self._waiting.shutdown(wait=bool(attached), cancel_futures=True)
-        self._submit(self._cancel_tasks()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close(cancel_tasks())
         with ThreadPoolExecutor(max(len(attached), 1)) as pool:
             list(pool.map(self._repairs.leave, attached))
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     # Methods on the loop.
 
@@ -264,16 +254,11 @@ class Fleet(Served):
         finally:
             self._router.release(member)
 
-    async def _cancel_tasks(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     # Methods in any thread.
 
     def _repair_broken(self, member: Member, fault: ServerFault) -> None:
-        self._loop.call_soon_threadsafe(functools.partial(self._repairs.report_failure, member, fault, broken=True))
+        report = functools.partial(self._repairs.report_failure, member, fault, broken=True)
+        self._thread.loop.call_soon_threadsafe(report)
 
 
 @dataclasses.dataclass(eq=False)
