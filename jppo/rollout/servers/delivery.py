@@ -28,7 +28,7 @@ from jppo.event_loop import LoopThread
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.api import ServerApi
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.member import Member, Router
+from jppo.rollout.servers.member import Member, Router, State
 
 POLL_S = 0.05
 Step = Callable[[Endpoint], None]
@@ -152,7 +152,7 @@ class ServedWeights:
                 taking = self._wake_up(self._run_on_each(taking, delivery.take), "kv_cache")
                 for member in taking:
                     if member.works:  # not given up meanwhile
-                        member.asleep, member.without_weights, member.up = False, False, True
+                        member.asleep, member.state = False, State.UP
                 base_deliveries = () if delivery.whole else self._deliveries[:1]
                 self._deliveries, self.version = (*base_deliveries, delivery), delivery.version
                 self.updates += 1
@@ -175,10 +175,10 @@ class ServedWeights:
             with self.lock:
                 if self._deliveries is not deliveries or any(delivery.exclusive for delivery in deliveries):
                     self._deliver_to(member, self._deliveries)
-                member.up = True
+                member.state = State.UP
                 on_current()
         except WeightsGone:
-            member.up, member.without_weights = False, True
+            member.state = State.WITHOUT_WEIGHTS
             raise
 
     def pause(self, endpoint: Endpoint, mode: str) -> None:
@@ -250,7 +250,7 @@ class ServedWeights:
                 future.result()
                 succeeded.append(member)
             except ServerFault as e:
-                member.up = member.without_weights = False
+                member.state = State.BROKEN
                 self._on_broken(member, e)
             except RolloutError as e:
                 if member.works:
