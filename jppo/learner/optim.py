@@ -78,12 +78,7 @@ def sgd(learning_rate: Any, momentum_decay: float, weight_decay: float) -> Any:
 
 
 def make_optimizer(
-    chain: Chain,
-    *,
-    grad_clip: float,
-    moments_dtype: str = "float32",
-    master: bool = False,
-    still: Params | None = None,
+    chain: Chain, *, grad_clip: float, moments_dtype: str = "float32", master: bool = False, still: Params | None = None
 ) -> Transformation:
     """Makes the optimizer for `apply_gradients`: clipping by the global norm, then `chain`.
 

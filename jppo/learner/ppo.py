@@ -339,11 +339,7 @@ def with_reference(
 
 
 def with_values(
-    passes: Passes,
-    data: Batch,
-    micros: Sequence[batch.Micro],
-    value: Weights | None,
-    done: Callable[[], None] = silent,
+    passes: Passes, data: Batch, micros: Sequence[batch.Micro], value: Weights | None, done: Callable[[], None] = silent
 ) -> Batch:
     """Adds the critic's value of every state, if there is a critic."""
     if passes.value is None:

@@ -53,13 +53,7 @@ def adapters(cfg: ModelConfig, mesh: Mesh, spec: Lora, *, head: Head) -> ModelLa
 
 
 def _make_layout(
-    cfg: ModelConfig,
-    mesh: Mesh,
-    entries: tuple[params.Entry, ...],
-    *,
-    head: Head,
-    dtype: Any,
-    method: str = "none",
+    cfg: ModelConfig, mesh: Mesh, entries: tuple[params.Entry, ...], *, head: Head, dtype: Any, method: str = "none"
 ) -> ModelLayout:
     """Makes the layout of the parameters in a table; `method` is the quantisation of those that are frozen."""
     shapes = params.tree(entries, lambda entry: kernels.stored_form(entry, dtype, method))

@@ -4,6 +4,7 @@ A stream's number never changes: it decides the draws, and a resumed run must re
 """
 
 import enum
+import functools
 from typing import Any
 
 import jax
@@ -28,6 +29,5 @@ class Step(enum.IntEnum):
 
 def fold(key: Any, *numbers: Any) -> jax.Array:
     """Folds numbers into a key, one after another."""
-    for number in numbers:
-        key = jax.random.fold_in(key, number)
-    return key
+    folded: jax.Array = functools.reduce(jax.random.fold_in, numbers, key)
+    return folded

@@ -22,31 +22,11 @@ from jppo.errors import UserError
 from jppo.event_loop import LoopThread, cancel_tasks
 from jppo.process import allow_files
 from jppo.rollout import protocol
-from jppo.rollout.protocol import (
-    Answer,
-    Done,
-    Kept,
-    RolloutError,
-    Served,
-    Talk,
-    cut_at,
-    join_experts,
-    may_end_in_stop,
-    require_kept,
-    sample_seed,
-)
+from jppo.rollout.protocol import Answer, Done, Kept, RolloutError, Served, Talk
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.api import Completion, ServerApi
 from jppo.rollout.servers.delivery import Delivery, Publisher, ServedWeights, needs_token
-from jppo.rollout.servers.endpoint import (
-    TRIES,
-    Busy,
-    Endpoint,
-    LeaseTaken,
-    ServerFault,
-    attached_key,
-    retry_pause_s,
-)
+from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, LeaseTaken, ServerFault, attached_key, retry_pause_s
 from jppo.rollout.servers.member import Member, RequestDropped, Router, Server, ServerSettings, stop_all
 from jppo.rollout.servers.repair import LOOKUP_S, Lookup, Membership, Repairs
 from jppo.rollout.servers.replies import max_answer_bytes, reading
@@ -189,19 +169,21 @@ class Fleet(Served):
         failures, broken = 0, False
         while True:
             max_new_tokens = sampling.max_tokens - len(tokens)
-            if tokens and may_end_in_stop(tokens, self._decode, sampling.stop):  # the server misses its beginning
+            if tokens and protocol.may_end_in_stop(
+                tokens, self._decode, sampling.stop
+            ):  # whose beginning a server lacks
                 max_new_tokens = min(max_new_tokens, max(map(len, sampling.stop)))
             rest = dataclasses.replace(sampling, max_tokens=max_new_tokens)
-            part_seed = seed if not tokens else sample_seed(seed, 0, len(tokens))
+            part_seed = seed if not tokens else protocol.sample_seed(seed, 0, len(tokens))
             updates = self.weights.updates
             try:
                 part = await self._ask_one([*ids, *tokens], rest, part_seed, near, broken=broken, urgent=urgent)
                 continued = bool(tokens)
                 tokens, logprob = tokens + part.tokens, logprob + part.logprob
                 version += map(int, part.version)
-                experts = join_experts(experts, part.experts)
+                experts = protocol.join_experts(experts, part.experts)
                 kept = None if kept is None else kept + (part.kept or [])
-                end = cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if continued else None
+                end = protocol.cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if continued else None
                 if end is not None:
                     experts = None if experts is None else experts[: len(ids) + end - 1]
                     kept = None if kept is None else kept[:end]
@@ -245,7 +227,7 @@ class Fleet(Served):
                     count = "none" if part.experts is None else len(part.experts)
                     raise ValueError(f"it has the experts of {count} tokens in place of {read_tokens}")
                 if sampling.kept:
-                    require_kept(part.tokens, part.kept, sampling.kept, "it")
+                    protocol.require_kept(part.tokens, part.kept, sampling.kept, "it")
             return dataclasses.replace(part, server=member.endpoint.url)
         except ServerFault as e:
             if not isinstance(e, RequestDropped | Busy):

@@ -59,7 +59,7 @@ class Gateway:
 
         async def on_engine(ids: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
             asked = ask(ids, sampling=sampling, seed=seed, near=near)
-            return await asyncio.wrap_future(context.run(asyncio.run_coroutine_threadsafe, _await(asked), engine))
+            return await asyncio.wrap_future(context.run(asyncio.run_coroutine_threadsafe, asked, engine))
 
         arguments = (self._language, self._rules, on_engine, prompt, sampling, seed)
         return await asyncio.wrap_future(self._start_thread().submit(self._run_episode(*arguments)))
@@ -169,9 +169,3 @@ def _stream(events: Iterable[tuple[str, Any]]) -> HttpReply:
     lines = [(f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n" for name, data in pairs]
     text = "".join(lines) + ("" if all(name for name, _ in pairs) else "data: [DONE]\n\n")
     return HttpReply(text.encode(), "text/event-stream")
-
-
-async def _await(asked: Any) -> Answer:
-    """Makes a coroutine of an awaitable, as `run_coroutine_threadsafe` needs."""
-    answer: Answer = await asked
-    return answer
