@@ -2,10 +2,10 @@
 
 Letters used in every shape comment of the project:
 
-    N prompts of a step           R rows                V vocabulary        H query heads
-    G samples of a prompt         T positions in a row  D width (hidden)    K key/value heads
-    B = N * G trajectories        L layers; in [B, L]   F width of the MLP  A width of one head
-                                    tokens of a response
+    N entries, as the comment     R rows                V vocabulary        H query heads
+      says, such as episodes      T positions in a row  D width (hidden)    K key/value heads
+    B trajectories of a step      L layers; in [B, L]   F width of the MLP  A width of one head
+      and padding                   and [N, L] tokens of a response
 
 The alignment rule: entry t of every [R, T] array is about emitting `targets[:, t]` after reading `inputs[:, :t + 1]`.
 It is that token's log-probability, mask or reward, or the value of the state before it. `learner/packing.py` makes

@@ -98,7 +98,7 @@ def _log_ratio(batch: Batch) -> Array:
 
 
 def token_count(mask: Array) -> Array:  # [] f32
-    """Counts the kept tokens, at least 1."""
+    """Counts the trained tokens, at least 1."""
     return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
 

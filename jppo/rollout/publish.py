@@ -25,7 +25,7 @@ from jppo.learner.ppo import Learner
 from jppo.models import hf, hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora, Weights
-from jppo.rollout.inprocess import InprocessSampler, Source
+from jppo.rollout.inprocess import InprocessSampler, PolicySampler
 from jppo.rollout.protocol import Served
 from jppo.types import TrainState
 
@@ -81,7 +81,7 @@ class Repeatable:
 
 
 def publish_policy(
-    s: PublishSettings, learner: Learner, sampler: Source, state: TrainState, hosts: Hosts = ALONE
+    s: PublishSettings, learner: Learner, sampler: PolicySampler, state: TrainState, hosts: Hosts = ALONE
 ) -> None:
     """Publishes the policy to the engine: whole, or only its adapters."""
     version, mode = int(state.step), s.on_update
@@ -98,7 +98,9 @@ def publish_policy(
     hosts.together(lambda: sampler.load_adapter(save_adapter, version=version, mode=mode))
 
 
-def publish_base(s: PublishSettings, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
+def publish_base(
+    s: PublishSettings, learner: Learner, sampler: PolicySampler, version: int, hosts: Hosts = ALONE
+) -> None:
     """Publishes the policy's frozen base, where later only the adapters are published."""
     frozen_base = learner.actor.base
     if frozen_base is not None and not isinstance(sampler, InprocessSampler) and s.adapters is not None:
@@ -120,7 +122,7 @@ def _load(s: PublishSettings, sampler: Served, model: Weights, cfg: ModelConfig,
     hosts.together(load)
 
 
-def publish_checkpoint(path: str, sampler: Source, cfg: ModelConfig, mesh: Mesh, *, param_dtype: str) -> None:
+def publish_checkpoint(path: str, sampler: PolicySampler, cfg: ModelConfig, mesh: Mesh, *, param_dtype: str) -> None:
     """Publishes the model stored at `path` as version 0; the in-process engine holds it sharded over `mesh`."""
     if isinstance(sampler, InprocessSampler):
         cfg = pad_vocab(cfg, mesh.shape["tensor"])

@@ -25,7 +25,7 @@ from jppo.learner.utilisation import introduce_peak
 from jppo.rewards.graders import RUNS_CODE, describe_refused, grader_of
 from jppo.rewards.make import make_reward_sum, require_values
 from jppo.rewards.parts import RewardSum
-from jppo.rollout.inprocess import Source
+from jppo.rollout.inprocess import PolicySampler
 from jppo.rollout.make import (
     describe_servers,
     make_publish_settings,
@@ -82,7 +82,7 @@ class Run(Opened):
     folder: pathlib.Path
     inputs: Inputs
     learner: StepLearner
-    sampler: Source
+    sampler: PolicySampler
     supply: SampleQueue | DynamicSampleQueue
     reward_sum: RewardSum
     publisher: PolicyPublisher
@@ -174,7 +174,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         supply = make_supply(
             c, inputs.train, inputs.total_steps, algorithm.greedy, sampler, reward_sum, begun.cursor, hosts,
             give=make_given(c, inputs.tokenizer, inputs.end_tokens),
-            keeps_dropped=algorithm.update is not None or algorithm.listen is not None,
+            with_dropped=algorithm.update is not None or algorithm.listen is not None,
         )  # fmt: skip
         stack.enter_context(publisher)
         run = Run(

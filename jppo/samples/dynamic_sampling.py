@@ -33,7 +33,7 @@ class Filter:
     metric: str
     most: int  # gen batches of a step; 0: no bound
     filter_truncated: bool = False  # truncated responses are not trained on
-    keeps_dropped: bool = False  # the step's samples have the dropped groups too
+    with_dropped: bool = False  # the step's samples have the dropped groups too
 
 
 def differs(rewards: Sequence[Reward], metric: str) -> bool:
@@ -80,7 +80,7 @@ class DynamicSampleQueue:
             gen_queue = self._gen_queue = self._gen_batch(batches - 1, after)
             samples = gen_queue.take(step)
             groups = _grade_groups(samples, options.n)
-            all_groups += groups if options.keeps_dropped else []
+            all_groups += groups if options.with_dropped else []
             new_rewards = [r for group in groups for r in group.rewards]
             rewards, after = rewards + new_rewards, gen_queue.note_rewards(samples, new_rewards)
             policy_rewards += mark_given_unusable(samples.trajectories, new_rewards)

@@ -15,7 +15,7 @@ from jppo.data.tokenizer import decode, encode_all
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import expanded
 from jppo.rewards.parts import RewardSum
-from jppo.rollout.inprocess import Source
+from jppo.rollout.inprocess import PolicySampler
 from jppo.rollout.protocol import RolloutError, respond
 from jppo.samples.dynamic_sampling import DynamicSampleQueue, Filter
 from jppo.samples.given import Give, answer_of, given_texts
@@ -62,17 +62,17 @@ def make_supply(
     train: PromptSet,
     total_steps: int,
     baseline: bool,
-    sampler: Source,
+    sampler: PolicySampler,
     reward_sum: RewardSum,
     cursor: Cursor,
     hosts: Hosts = ALONE,
     *,
     give: Give | None = None,
-    keeps_dropped: bool = False,
+    with_dropped: bool = False,
 ) -> SampleQueue | DynamicSampleQueue:
     """Makes the sample supply of a run, from `cursor` on; `baseline`: each prompt also gets a greedy response.
 
-    `give` returns the responses of a prompt that take the places of samples. `keeps_dropped`: a step's samples have the
+    `give` returns the responses of a prompt that take the places of samples. `with_dropped`: a step's samples have the
     groups that dynamic sampling drops.
     """
     options = SupplySettings(
@@ -92,7 +92,7 @@ def make_supply(
     metric, max_batches = a.filter_groups_metric, a.max_num_gen_batches
     filter_settings = Filter(
         c.data.train_batch_size, c.rollout.n, metric, max_batches, filter_truncated=a.filter_truncated,
-        keeps_dropped=keeps_dropped,
+        with_dropped=with_dropped,
     )  # fmt: skip
     if not a.filter_groups:
         return SampleQueue(options, train, sampler, reward_sum, cursor, hosts)
