@@ -57,9 +57,8 @@ from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.make import make_logger, open_display, require_loggers
 from jppo.runlog.timers import Laps, Profiler, Timers
 from jppo.runlog.watchdog import Watch
-from jppo.samples.dynamic_sampling import DynamicSampleQueue
 from jppo.samples.make import make_given, make_supply
-from jppo.samples.queue import SampleQueue
+from jppo.samples.queue import Supply
 from jppo.settings import Settings, table
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class Run(Opened):
     inputs: Inputs
     learner: StepLearner
     sampler: PolicySampler
-    supply: SampleQueue | DynamicSampleQueue
+    supply: Supply
     reward_sum: RewardSum
     publisher: PolicyPublisher
     match: Match
