@@ -13,8 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -62,12 +61,10 @@ class PolicyPublisher:
         else:
             running.result()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Waits for a publish that is under way; the engine must still be open."""
         if self._pool is not None:
-            self._pool.shutdown()  # before the engine closes
+            self._pool.shutdown()
 
 
 @dataclasses.dataclass(frozen=True)
