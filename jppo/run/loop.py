@@ -70,18 +70,18 @@ def learn(run: Opened, method: Method, now: Progress) -> Progress:
 
     A stop, such as by SIGTERM, is raised at once in a stage that only waits, else by `check` (`runlog/watchdog.py`):
 
-    | stop in               | raised             | checkpoint                   | the resumed run           |
-    |-----------------------|--------------------|------------------------------|---------------------------|
-    | sampling, grading     | at once            | of the step before           | repeats the step          |
-    | scores, updates       | before the publish | of the step, with `unlogged` | publishes, tests and logs |
-    | the test              | at once            | of the step, with `unlogged` | tests and logs            |
-    | publish, log and save | at the next check  | of the step                  | takes the next step       |
+    | stop in               | raised                    | checkpoint                   | the resumed run           |
+    |-----------------------|---------------------------|------------------------------|---------------------------|
+    | sampling, grading     | at once                   | of the step before           | repeats the step          |
+    | scores, updates       | before the publish        | of the step, with `unlogged` | publishes, tests and logs |
+    | the test              | at once                   | of the step, with `unlogged` | tests and logs            |
+    | publish, log and save | in the next test or check | of the step                  | continues from there      |
     """
     timer = run.timer
     try:
         run.watch.check()  # a stop since the start
         while now.unlogged is not None or now.step < run.steps:
-            if now.unlogged is None:  # else the run resumes before the test of its last step
+            if now.unlogged is None:  # else it resumes a step that is not yet tested and logged
                 with run.profile(now.step + 1), timer("step", number=now.step + 1):
                     now = method.step(now)
                     run.watch.check()

@@ -119,7 +119,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         folder_checkpoints = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=read_only)
         checkpoints = stack.enter_context(folder_checkpoints)
         hosts.together(lambda: None)  # the checkpoint folder exists, without partial writes
-        if finished(c, checkpoints, inputs.total_steps):  # before anything costs time or a device
+        if finished(c, checkpoints, inputs.total_steps):  # before a device is used
             return None
         if inputs.agent is not None:
             stack.callback(inputs.agent.close)  # the engine's conversations use it
@@ -128,7 +128,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         require_models_fit(inputs, mesh)
         c, memory_note = _choose_by_memory(c, hosts, inputs, mesh, folder)  # all below reads this `c`
         kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
-        reference = _open_served_reference(c, inputs, hosts)
+        reference = _open_served_reference(c, inputs, hosts)  # this, too
         if c.trainer.traces:
             stack.enter_context(traces.exporting())  # reward and engine make spans to their end
         open_rewards = functools.cache(lambda: _open_rewards(stack, hosts, c, inputs, mesh))
@@ -155,7 +155,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             del begin  # a resumed run must not hold two states
         with laps("waiting for the sampler"):
             sampler = open_sampler()
-        with laps("publish"):  # after the resume, whose weights it sends
+        with laps("publish"):  # of the base first, on which adapters are published
             publisher = make_publisher(c, learner, sampler, inputs.adapters, hosts)
             publish_base(make_publish_settings(c, inputs.adapters), learner, sampler, begun.now.step, hosts)
             publisher.finish(begun.now.state)

@@ -169,9 +169,7 @@ class Fleet(Served):
         failures, broken = 0, False
         while True:
             max_new_tokens = sampling.max_tokens - len(tokens)
-            if tokens and protocol.may_end_in_stop(
-                tokens, self._decode, sampling.stop
-            ):  # whose beginning a server lacks
+            if tokens and protocol.may_end_in_stop(tokens, self._decode, sampling.stop):  # the server lacks its start
                 max_new_tokens = min(max_new_tokens, max(map(len, sampling.stop)))
             rest = dataclasses.replace(sampling, max_tokens=max_new_tokens)
             part_seed = seed if not tokens else protocol.sample_seed(seed, 0, len(tokens))
