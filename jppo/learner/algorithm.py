@@ -115,7 +115,7 @@ class Algorithm:
         So `terms=()` takes those of `base`, but `transforms=()`, which is not its default, takes none. Statistics are
         joined, and where there are terms `more_terms` are appended to them.
         """
-        left_out = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) == f.default]  # statistics have none
+        left_out = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) == f.default]  # not statistics
         filled_in = {name: getattr(base, name) for name in left_out}
         merged = dataclasses.replace(self, statistics={**base.statistics, **self.statistics}, **filled_in)
         if not merged.terms:
