@@ -2,10 +2,10 @@
 
 Letters used in every shape comment of the project:
 
-    N prompts of a step           R rows                V vocabulary        H query heads
-    G samples of a prompt         T positions in a row  D width (hidden)    K key/value heads
-    B = N * G trajectories        L layers; in [B, L]   F width of the MLP  A width of one head
-                                    tokens of a response
+    N entries, as the comment     R rows                V vocabulary        H query heads
+      says, such as episodes      T positions in a row  D width (hidden)    K key/value heads
+    B trajectories of a step      L layers; in [B, L]   F width of the MLP  A width of one head
+      and padding                   and [N, L] tokens of a response
 
 The alignment rule: entry t of every [R, T] array is about emitting `targets[:, t]` after reading `inputs[:, :t + 1]`.
 It is that token's log-probability, mask or reward, or the value of the state before it. `learner/packing.py` makes
@@ -240,5 +240,5 @@ class TrainState:
     value_opt: Any
     kl_coef: Array  # [] f32
     bad_steps: Array  # [] i32, consecutive steps with a skipped update
-    key: Array  # jax.random key; the randomness of a step is fold_in(key, step)
+    key: Array  # jax.random key of the run; `learner/streams.py` folds numbers into it
     value_norm: Array | None = None  # [3] f32, weight, mean, variance of past returns; None: values are not normalised

@@ -1,5 +1,6 @@
 """The publish of a step: begun beside the critic's update, or after all of it."""
 
+import contextlib
 import pathlib
 import threading
 import types
@@ -78,7 +79,7 @@ def test_each_state_is_published_once(config, monkeypatch, mode, critic):
     with config.unlocked():
         config.rollout.mode = mode
     learner = types.SimpleNamespace(critic=critic)
-    with make_publisher(typed(config), learner, "a sampler") as publisher:
+    with contextlib.closing(make_publisher(typed(config), learner, "a sampler")) as publisher:
         for state in ("a", "b"):
             publisher.begin(state)
             publisher.finish(state)

@@ -24,7 +24,7 @@ NEEDS = {"agents": ("sandbox",), "verl": ("sandbox",)}  # what a plugin imports 
 LAYERS = (
     ("errors", "user_files", "plugins"),
     ("registry", "traces"),
-    ("types", "settings", "tensorheader", "child_process"),
+    ("types", "settings", "tensorheader", "child_process", "event_loop"),
     ("algorithms", "models", "statistics", "process", "distributed"),
     ("learner", "data", "runlog", "http_server"),
     ("rollout",),

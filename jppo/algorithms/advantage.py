@@ -49,7 +49,7 @@ def gae(reward: Array, value: Array, mask: Array, *, gamma: float | Array, lam: 
 
 
 def adaptive_lam(mask: Array, *, alpha: float) -> Array:  # [B]
-    """Length-adaptive λ = 1 - 1 / (α l), at least 0, for l kept tokens (VAPO, Yue et al., arXiv:2504.05118)."""
+    """Length-adaptive λ = 1 - 1 / (α l), at least 0, for l trained tokens (VAPO, Yue et al., arXiv:2504.05118)."""
     length = jnp.sum(mask, axis=1, dtype=jnp.float32)
     return 1.0 - 1.0 / jnp.maximum(alpha * length, 1.0)
 

@@ -4,7 +4,7 @@ Schulman, "Approximating KL divergence". An unbiased value of k1, abs or k3 does
 is right. So every name may carry a `+`: its own value with the gradient of k2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jppo.types import Array
+
+Estimate = Callable[[Array, Array], Array]  # (log-probs of sampled tokens, the reference's) -> the KL of each token
+Kind = str | Estimate  # a name of `BY_NAME`, or a user's function
 
 
 def k1(logp: Array, ref_logp: Array) -> Array:
@@ -105,16 +108,21 @@ def with_gradient_of_k2(value: Array, logp: Array, ref_logp: Array) -> Array:
     return k2_value - jax.lax.stop_gradient(k2_value) + jax.lax.stop_gradient(value)
 
 
-def _plus(estimate: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+def _plus(estimate: Estimate) -> Estimate:
     return lambda logp, ref_logp: with_gradient_of_k2(estimate(logp, ref_logp), logp, ref_logp)
 
 
 _BY_TOKEN = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3}
-ESTIMATORS: dict[str, Callable[[Array, Array], Array]] = _BY_TOKEN | {f"{k}+": _plus(f) for k, f in _BY_TOKEN.items()}
-EXACT: dict[str, Callable[..., jax.Array]] = {
+ESTIMATORS: Mapping[str, Estimate] = _BY_TOKEN | {f"{k}+": _plus(f) for k, f in _BY_TOKEN.items()}
+EXACT: Mapping[str, Callable[..., jax.Array]] = {
     "full": full, "full+": full, "full_forward": full_forward, "forward_kl_topk": forward_kl_topk,
 }  # fmt: skip
-BY_NAME: dict[str, Callable[..., Array]] = {**ESTIMATORS, **EXACT}  # all names in settings
+BY_NAME: Mapping[str, Callable[..., Array]] = {**ESTIMATORS, **EXACT}  # all names in settings
+
+
+def estimator(kind: Kind) -> Estimate:
+    """Returns the function of a kind that is not of `EXACT`."""
+    return ESTIMATORS[kind] if isinstance(kind, str) else kind
 
 
 def adaptive(coef: Array, current_kl: Array | float, *, steps: int, target: float, horizon: float) -> Array:

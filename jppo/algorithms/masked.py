@@ -1,4 +1,4 @@
-"""Sums, means and moments over masked-in entries. Every function ignores the values behind a False.
+"""Sums, means and moments over the kept entries, where a mask is True. Every function ignores the others' values.
 
 On the flat batch [B, L] a row is a sequence. In packed rows [R, T] several sequences share a row: `segment` says which
 entries belong together (0 = empty). The `sequence_` functions repeat a sequence's number at each of its entries.

@@ -110,13 +110,14 @@ class Algorithm:
             object.__setattr__(self, "transforms", ())
 
     def over(self, base: "Algorithm") -> "Algorithm":
-        """Returns the algorithm with the fields of `base` where its own have their defaults.
+        """Returns this algorithm laid over `base`, which fills in every field that has its default here.
 
-        Statistics are joined, and where there are terms `more_terms` are appended to them.
+        So `terms=()` takes those of `base`, but `transforms=()`, which is not its default, takes none. Statistics are
+        joined, and where there are terms `more_terms` are appended to them.
         """
-        fields = [field for field in dataclasses.fields(self) if field.name != "statistics"]
-        inherited = {f.name: getattr(base, f.name) for f in fields if getattr(self, f.name) == f.default}
-        merged = dataclasses.replace(self, statistics={**base.statistics, **self.statistics}, **inherited)
+        left_out = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) == f.default]  # not statistics
+        filled_in = {name: getattr(base, name) for name in left_out}
+        merged = dataclasses.replace(self, statistics={**base.statistics, **self.statistics}, **filled_in)
         if not merged.terms:
             return merged
         return dataclasses.replace(merged, terms=(*merged.terms, *merged.more_terms), more_terms=())

@@ -15,12 +15,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jppo.errors import UserError
-from jppo.learner import packing, sharding
+from jppo.learner import packing, sharding, streams
 from jppo.learner.views import COLUMN, PART
 from jppo.models import lora
 from jppo.types import Array, Batch, Counts, Reward, Rows, Scored, Trajectory
-
-_STREAM = 3  # of the key of a step, after the shuffles of actor and critic and the selection of tokens
 
 
 def flatten(
@@ -256,9 +254,7 @@ def with_seeds(micro: Scored | Rows, seeds_of: Callable[[Rows], np.ndarray]) -> 
 
 @jax.jit
 def draw_seeds(key: Array, step: Array, number: Array) -> jax.Array:
-    for number_in_key in (step, _STREAM, number):
-        key = jax.random.fold_in(key, number_in_key)
-    return jax.random.bits(key, (2,))
+    return jax.random.bits(streams.fold(key, step, streams.Step.DROPOUT, number), (2,))
 
 
 def mini_batch_count(trajectories: int, mini_batch_size: int) -> int:

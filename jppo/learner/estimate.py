@@ -98,12 +98,12 @@ def _log_ratio(batch: Batch) -> Array:
 
 
 def token_count(mask: Array) -> Array:  # [] f32
-    """Counts the kept tokens, at least 1."""
+    """Counts the trained tokens, at least 1."""
     return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
 
 def make_advantages(
-    algorithm: Algorithm, *, kl_penalty: str | None, correction: Correction | None, bypass: bool,
+    algorithm: Algorithm, *, kl_penalty: kl.Kind | None, correction: Correction | None, bypass: bool,
     value_norm_decay: float | None = None,
 ) -> Callable[..., tuple[dict[str, Array], dict[str, Array]]]:  # fmt: skip
     """Makes (batch, KL coefficient, statistics of returns) -> the batch's `mask` and new arrays, and metrics.
@@ -188,13 +188,13 @@ def outcomes(algorithm: Algorithm, batch: Batch, total: Array) -> Array:  # [B]
     return outcome if episode is None else outcome[episode]
 
 
-def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]
+def penalty_of(batch: Batch, kind: kl.Kind | None) -> Array:  # [B, L]
     """Returns the KL of each token, to be subtracted from the reward; `kind` is `algorithm.kl_penalty`, None: zeros."""
     if kind is None:
         return jnp.zeros_like(batch.rollout_logprob)
     if kind in kl.EXACT:
         return jnp.where(batch.mask, batch["exact_kl"], 0.0)
-    return jnp.where(batch.mask, kl.ESTIMATORS[kind](batch["old_logprob"], batch["ref_logprob"]), 0.0)
+    return jnp.where(batch.mask, kl.estimator(kind)(batch["old_logprob"], batch["ref_logprob"]), 0.0)
 
 
 def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array, dict[str, Array]]:

@@ -85,7 +85,7 @@ def gdpo(*, norm_adv_by_std: bool, keys: str, weights: str) -> Algorithm:
 
 
 def token_baseline(*, by_kept: bool) -> Algorithm:
-    """Makes the optimal token baseline; `by_kept`: a place is the number of kept tokens before it, not of all."""
+    """Makes the optimal token baseline; `by_kept`: a place is the number of trained tokens before it, not of all."""
 
     def estimate(view: TokenView) -> tuple[Array, Array]:
         energy = advantage.energy(view.old_logprob, view.statistic("sum_pi_squared"), view.weight)

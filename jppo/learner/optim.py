@@ -16,6 +16,7 @@ from optax import GradientTransformationExtraArgs as Transformation
 from optax import contrib
 
 from jppo.models import placing
+from jppo.models.lora import hash_32_bits
 from jppo.types import Array, Params
 
 Chain = Callable[[Any], optax.GradientTransformation]  # learning rate, or Hyperparameters -> optimizer
@@ -77,12 +78,7 @@ def sgd(learning_rate: Any, momentum_decay: float, weight_decay: float) -> Any:
 
 
 def make_optimizer(
-    chain: Chain,
-    *,
-    grad_clip: float,
-    moments_dtype: str = "float32",
-    master: bool = False,
-    still: Params | None = None,
+    chain: Chain, *, grad_clip: float, moments_dtype: str = "float32", master: bool = False, still: Params | None = None
 ) -> Transformation:
     """Makes the optimizer for `apply_gradients`: clipping by the global norm, then `chain`.
 
@@ -249,21 +245,14 @@ def rounded_bf16(x: Array, steps: Array, number: int) -> Array:
 
     The random bits follow from `steps`, the leaf's `number` and the position in it, and take no memory.
     """
-    indices = jnp.zeros(x.shape, jnp.uint32)
+    indices, odd = jnp.zeros(x.shape, jnp.uint32), jnp.uint32(0x9E3779B9)
     for axis, size in enumerate(x.shape):
         indices = indices * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    hashes = (indices + hash32(steps.astype(jnp.uint32) + hash32(jnp.uint32(number)))) * jnp.uint32(0x9E3779B9)
+    leaf_seed = hash_32_bits((jnp.uint32(number) + 1) * odd)
+    hashes = (indices + hash_32_bits((steps.astype(jnp.uint32) + leaf_seed + 1) * odd)) * odd
     random_bits = (hashes ^ (hashes >> 16)) * jnp.uint32(0x85EBCA6B) >> 16  # two products an element, which CPUs feel
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + random_bits
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-
-
-def hash32(x: Array) -> Array:
-    """Hashes a scalar to 32 pseudo-random bits: the last step of MurmurHash3, with an odd number first."""
-    x = (jnp.asarray(x, jnp.uint32) + jnp.uint32(1)) * jnp.uint32(0x9E3779B9)
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
 
 
 def reset_optimizer(opt: Any, params: Params) -> Any:

@@ -17,6 +17,7 @@ from jppo.algorithms import kl, values
 from jppo.learner import batch, estimate, packing, score, sharding, state, update
 from jppo.learner.algorithm import Algorithm
 from jppo.learner.stats import join_stages
+from jppo.learner.streams import Step
 from jppo.learner.trainable import CompiledLoss, Trainable, make_before
 from jppo.learner.views import STATISTIC
 from jppo.models import placing
@@ -58,8 +59,8 @@ class Recipe:
     algorithm: Algorithm
     bypass: bool  # the engine's log-probs are the old ones
     correction: estimate.Correction | None  # with `bypass`: by the current policy, in its loss
-    kl_penalty: str | None  # of the KL in the reward; None: no such KL
-    kl_loss_type: str | None  # of the KL that a term of the loss reads; None: no such KL
+    kl_penalty: kl.Kind | None  # of the KL in the reward; None: no such KL
+    kl_loss_type: kl.Kind | None  # of the KL that a term of the loss reads; None: no such KL
     kl_topk: tuple[tuple[str, Any], ...] = ()  # keyword arguments of `kl.forward_kl_topk`
     adapt_kl: Callable[[Array, Array], Array] | None = None  # (β, KL) -> the next β; None: a fixed β
     mean: update.Mean = token_mean  # the weights of the policy's tokens in a term
@@ -191,9 +192,9 @@ def _has_experts(model: Model) -> bool:
     return model[1] is not None and model[1].experts is not None
 
 
-def _make_exact_pass(models: Models, r: Recipe, kind: str | None, **options: Any) -> score.Exact | None:
+def _make_exact_pass(models: Models, r: Recipe, kind: kl.Kind | None, **options: Any) -> score.Exact | None:
     """Makes the pass of an exact KL; None for another kind, or without a reference."""
-    if kind is None or kind not in kl.EXACT or models.reference is None:
+    if not isinstance(kind, str) or kind not in kl.EXACT or models.reference is None:
         return None
     divergence = kl.EXACT[kind]
     if kind == "forward_kl_topk":
@@ -338,11 +339,7 @@ def with_reference(
 
 
 def with_values(
-    passes: Passes,
-    data: Batch,
-    micros: Sequence[batch.Micro],
-    value: Weights | None,
-    done: Callable[[], None] = silent,
+    passes: Passes, data: Batch, micros: Sequence[batch.Micro], value: Weights | None, done: Callable[[], None] = silent
 ) -> Batch:
     """Adds the critic's value of every state, if there is a critic."""
     if passes.value is None:
@@ -393,14 +390,15 @@ def learn(
     """
     version, metrics = int(now.step), dict[str, float]()
 
-    def epoch_mini_batches(epochs: Epochs, model: int, reads: Sequence[str]) -> Iterator[batch.Mini]:
-        """Yields the mini-batches of all epochs of a `model`, actor 0 or critic 1, with the arrays `reads`."""
+    def epoch_mini_batches(epochs: Epochs, stream: Step, trainable: Trainable) -> Iterator[batch.Mini]:
+        """Yields the mini-batches of all epochs of a model, ordered by its stream."""
         size, count, total = epochs.mini_batch_size, len(trajectories), epochs.of_step(version)
         for epoch in range(total):
-            order = state.order(now, model, epoch, count, shuffle=epochs.shuffle, max_count=epochs.most_sequences)
+            order = state.order(now, stream, epoch, count, shuffle=epochs.shuffle, max_count=epochs.most_sequences)
             minis = batch.mini_batches(
-                data, trajectories, reads=reads, order=order, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
-            )
+                data, trajectories, reads=trainable.loss.reads, order=order, mini_batch_size=size, plan=learner.plan,
+                mesh=learner.mesh,
+            )  # fmt: skip
             yield from clock.counted(
                 f"mini-batches of epoch {epoch + 1} of {total}", minis, batch.mini_batch_count(count, size)
             )
@@ -409,7 +407,7 @@ def learn(
         with clock("update_actor"):  # the schedule of the learning rate starts with the first step that has an epoch
             step = state.scalar(version - (0 if epochs.in_warmup else epochs.warmup), now.step)
             policy, policy_opt, metrics = learner.actor.learn(
-                now.policy, now.policy_opt, step, epoch_mini_batches(epochs, 0, learner.actor.loss.reads),
+                now.policy, now.policy_opt, step, epoch_mini_batches(epochs, Step.ACTOR_ORDER, learner.actor),
                 learner.recipe.reference_for_loss(learner.reference), key=now.key,
             )  # fmt: skip
         now = dataclasses.replace(now, policy=policy, policy_opt=policy_opt)
@@ -418,7 +416,7 @@ def learn(
     if learner.critic is not None:
         after_actor(dataclasses.replace(now, step=state.scalar(version + 1, now.step)))
         with clock("update_critic"):
-            minis = epoch_mini_batches(learner.critic_epochs, 1, learner.critic.loss.reads)
+            minis = epoch_mini_batches(learner.critic_epochs, Step.CRITIC_ORDER, learner.critic)
             value, value_opt, critic_metrics = learner.critic.learn(now.value, now.value_opt, now.step, minis)
         now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), join_stages(critic_metrics, metrics)
     return now, metrics

@@ -171,7 +171,7 @@ def make_exact(
     return exact
 
 
-def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> LogProbKL:
+def make_logprob_kl(kind: kl.Kind | None, logprob: LogProb, exact: Exact | None) -> LogProbKL:
     """Makes log-probs and entropy with the KL to the reference that `kind` names. Differentiable in the policy."""
 
     def with_kl(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
@@ -185,15 +185,16 @@ def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> 
         assert ref_logprob is not None  # masked below: no infinity from masked entries
         masked_logprobs = (jnp.where(rows.mask, x, 0.0) for x in (scores.logprob, ref_logprob))
         if scores.penalty is None:
-            return scores._replace(penalty=kl.ESTIMATORS[kind](*masked_logprobs))
+            return scores._replace(penalty=kl.estimator(kind)(*masked_logprobs))
         return scores._replace(penalty=kl.with_gradient_of_k2(scores.penalty, *masked_logprobs))
 
     return with_kl
 
 
 def make_reference(
-    penalty_kind: str | None, loss_kind: str | None, reference: LogProb, exact: Exact | None, *, sampled: bool = False
-) -> Callable[[Weights, Weights | None, Rows], tuple[Array | None, Array | None]]:
+    penalty_kind: kl.Kind | None, loss_kind: kl.Kind | None, reference: LogProb, exact: Exact | None, *,
+    sampled: bool = False,
+) -> Callable[[Weights, Weights | None, Rows], tuple[Array | None, Array | None]]:  # fmt: skip
     """Makes (reference, policy, rows) -> the reference's log-probs, and the reward's exact KL or None.
 
     The log-probs are computed if a KL by sampled tokens needs them, or if `sampled`.

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 from optax.contrib import MuonDimensionNumbers
 
-from jppo.learner import sharding
+from jppo.learner import sharding, streams
 from jppo.learner.optim import in_f32, map_state
 from jppo.learner.trainable import Trainable
 from jppo.models import hf, kernels, lora, params, placing
@@ -53,13 +53,7 @@ def adapters(cfg: ModelConfig, mesh: Mesh, spec: Lora, *, head: Head) -> ModelLa
 
 
 def _make_layout(
-    cfg: ModelConfig,
-    mesh: Mesh,
-    entries: tuple[params.Entry, ...],
-    *,
-    head: Head,
-    dtype: Any,
-    method: str = "none",
+    cfg: ModelConfig, mesh: Mesh, entries: tuple[params.Entry, ...], *, head: Head, dtype: Any, method: str = "none"
 ) -> ModelLayout:
     """Makes the layout of the parameters in a table; `method` is the quantisation of those that are frozen."""
     shapes = params.tree(entries, lambda entry: kernels.stored_form(entry, dtype, method))
@@ -234,20 +228,18 @@ def scalar(x: Any, template: Array) -> Any:
     return placing.put(np.asarray(x, template.dtype), template.sharding)
 
 
-def order(now: TrainState, model: int, epoch: int, count: int, *, shuffle: bool, max_count: int = 0) -> np.ndarray:
+def order(now: TrainState, stream: int, epoch: int, count: int, *, shuffle: bool, max_count: int = 0) -> np.ndarray:
     """Returns the order of the step's trajectories in one epoch of a model's update.
 
     `max_count` is the largest count of any step: one program draws so many, and each step takes its own of them.
     """
     if not shuffle:
         return np.arange(count)
-    drawn = np.asarray(draw_order(now.key, now.step, np.int32(model), np.int32(epoch), max(max_count, count)))
+    drawn = np.asarray(draw_order(now.key, now.step, np.int32(stream), np.int32(epoch), max(max_count, count)))
     return drawn[drawn < count]
 
 
 @functools.partial(jax.jit, static_argnames="count")
-def draw_order(key: Array, step: Array, model: Array, epoch: Array, count: int) -> jax.Array:
-    """Draws a permutation of `count` sequences, other for each step, model and epoch."""
-    for number in (step, model, epoch):
-        key = jax.random.fold_in(key, number)
-    return jax.random.permutation(key, count)
+def draw_order(key: Array, step: Array, stream: Array, epoch: Array, count: int) -> jax.Array:
+    """Draws a permutation of `count` sequences, other for each step, stream and epoch."""
+    return jax.random.permutation(streams.fold(key, step, stream, epoch), count)

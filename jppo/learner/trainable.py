@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jppo.learner import batch, update
+from jppo.learner import batch, streams, update
 from jppo.learner.algorithm import Algorithm
 from jppo.learner.optim import Hyperparameters
 from jppo.learner.score import LogProb
@@ -20,8 +20,6 @@ from jppo.learner.views import SHARE, BeforeView, names_of, view
 from jppo.models import placing
 from jppo.models.lora import Base, Weights, join
 from jppo.types import Array, Batch, Params, Rows
-
-_STREAM = 2  # of the key of a step, after the shuffles of actor and critic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +63,7 @@ def make_before(algorithm: Algorithm, logprob: LogProb) -> Before | None:
 
     @jax.jit
     def compute_before(key: Array, step: Array, number: Array, arrays: dict[str, Array]) -> Array:
-        for number_in_key in (step, _STREAM, number):
-            key = jax.random.fold_in(key, number_in_key)
+        key = streams.fold(key, step, streams.Step.BEFORE, number)
         return function(view(BeforeView, algorithm.before_reads, arrays | {"key": key}))
 
     return Before(algorithm.before_reads, logprob, compute_before)

@@ -378,7 +378,7 @@ class InprocessSampler(Sampler):
         return self._policy
 
 
-Source = Served | InprocessSampler  # of samples: the engines that can be published to
+PolicySampler = Served | InprocessSampler  # the samplers that a policy can be published to
 
 
 def stream(

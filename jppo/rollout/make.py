@@ -17,7 +17,7 @@ from jppo.learner.ppo import Learner
 from jppo.models import attention, hf
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
-from jppo.rollout.inprocess import InprocessEngine, InprocessSettings, Source
+from jppo.rollout.inprocess import InprocessEngine, InprocessSettings, PolicySampler
 from jppo.rollout.publish import PolicyPublisher, PublishSettings, publish_policy
 from jppo.settings import Loop, Rollout, Settings, parts, texts
 
@@ -132,7 +132,7 @@ def inprocess_settings(c: Loop, mesh: Mesh) -> InprocessSettings:
 
 
 def make_publisher(
-    c: Settings, learner: Learner, sampler: Source, adapters: Lora | None = None, hosts: Hosts = ALONE
+    c: Settings, learner: Learner, sampler: PolicySampler, adapters: Lora | None = None, hosts: Hosts = ALONE
 ) -> PolicyPublisher:
     publish = functools.partial(publish_policy, make_publish_settings(c, adapters), learner, sampler, hosts=hosts)
     return PolicyPublisher(publish, early=learner.critic is not None and may_overlap(c, hosts))

@@ -34,7 +34,7 @@ class Answer:
     tokens: list[int]
     logprob: list[float]  # per token, of the sampled distribution
     version: list[int]  # of the weights, per token
-    finish: str  # 'stop' (an end token or text was sampled; it is kept) or 'length'
+    finish: str  # 'stop' (an end token or stop text was sampled; `tokens` have it) or 'length'
     server: str = ""  # that sampled the last token; '': the in-process engine
     experts: np.ndarray | None = None  # [n - 1, L, active] i16, of the request's tokens and these but the last
     # of each token, the ids from which it was sampled, i32; none: the whole vocabulary; OVERFLOW alone: too many

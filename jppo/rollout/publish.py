@@ -13,8 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -25,7 +24,7 @@ from jppo.learner.ppo import Learner
 from jppo.models import hf, hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora, Weights
-from jppo.rollout.inprocess import InprocessSampler, Source
+from jppo.rollout.inprocess import InprocessSampler, PolicySampler
 from jppo.rollout.protocol import Served
 from jppo.types import TrainState
 
@@ -62,12 +61,10 @@ class PolicyPublisher:
         else:
             running.result()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Waits for a publish that is under way; the engine must still be open."""
         if self._pool is not None:
-            self._pool.shutdown()  # before the engine closes
+            self._pool.shutdown()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Repeatable:
 
 
 def publish_policy(
-    s: PublishSettings, learner: Learner, sampler: Source, state: TrainState, hosts: Hosts = ALONE
+    s: PublishSettings, learner: Learner, sampler: PolicySampler, state: TrainState, hosts: Hosts = ALONE
 ) -> None:
     """Publishes the policy to the engine: whole, or only its adapters."""
     version, mode = int(state.step), s.on_update
@@ -98,7 +95,9 @@ def publish_policy(
     hosts.together(lambda: sampler.load_adapter(save_adapter, version=version, mode=mode))
 
 
-def publish_base(s: PublishSettings, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
+def publish_base(
+    s: PublishSettings, learner: Learner, sampler: PolicySampler, version: int, hosts: Hosts = ALONE
+) -> None:
     """Publishes the policy's frozen base, where later only the adapters are published."""
     frozen_base = learner.actor.base
     if frozen_base is not None and not isinstance(sampler, InprocessSampler) and s.adapters is not None:
@@ -120,7 +119,7 @@ def _load(s: PublishSettings, sampler: Served, model: Weights, cfg: ModelConfig,
     hosts.together(load)
 
 
-def publish_checkpoint(path: str, sampler: Source, cfg: ModelConfig, mesh: Mesh, *, param_dtype: str) -> None:
+def publish_checkpoint(path: str, sampler: PolicySampler, cfg: ModelConfig, mesh: Mesh, *, param_dtype: str) -> None:
     """Publishes the model stored at `path` as version 0; the in-process engine holds it sharded over `mesh`."""
     if isinstance(sampler, InprocessSampler):
         cfg = pad_vocab(cfg, mesh.shape["tensor"])

@@ -13,7 +13,7 @@ from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import batch, ppo
 from jppo.learner.ppo import StepLearner
 from jppo.models import placing
-from jppo.rollout.inprocess import InprocessSampler, Source
+from jppo.rollout.inprocess import InprocessSampler, PolicySampler
 from jppo.rollout.protocol import RolloutError, Sampler
 from jppo.run.inputs import Inputs
 from jppo.runlog import trajectories
@@ -132,7 +132,7 @@ def agree(
 
 
 def require_published(
-    c: Settings, inputs: Inputs, learner: StepLearner, now: TrainState, sampler: Source, hosts: Hosts = ALONE
+    c: Settings, inputs: Inputs, learner: StepLearner, now: TrainState, sampler: PolicySampler, hosts: Hosts = ALONE
 ) -> None:
     """Raises Mismatch where a server does not sample from the weights that were just published.
 

@@ -66,12 +66,22 @@ class Method:
 
 
 def learn(run: Opened, method: Method, now: Progress) -> Progress:
-    """Runs all remaining steps of `method` and logs each once; at an early end saves the last complete state."""
+    """Runs all remaining steps of `method` and logs each once; at an early end saves `now`, the last complete state.
+
+    A stop, such as by SIGTERM, is raised at once in a stage that only waits, else by `check` (`runlog/watchdog.py`):
+
+    | stop in               | raised                    | checkpoint                   | the resumed run           |
+    |-----------------------|---------------------------|------------------------------|---------------------------|
+    | sampling, grading     | at once                   | of the step before           | repeats the step          |
+    | scores, updates       | before the publish        | of the step, with `unlogged` | publishes, tests and logs |
+    | the test              | at once                   | of the step, with `unlogged` | tests and logs            |
+    | publish, log and save | in the next test or check | of the step                  | continues from there      |
+    """
     timer = run.timer
     try:
-        run.watch.check()  # a signal since the start
+        run.watch.check()  # a stop since the start
         while now.unlogged is not None or now.step < run.steps:
-            if now.unlogged is None:  # else the last step is not yet tested and logged
+            if now.unlogged is None:  # else it resumes a step that is not yet tested and logged
                 with run.profile(now.step + 1), timer("step", number=now.step + 1):
                     now = method.step(now)
                     run.watch.check()
@@ -92,7 +102,7 @@ def learn(run: Opened, method: Method, now: Progress) -> Progress:
                     message = f"step {now.step}: {e}; nothing was saved, the last checkpoint remains"
                     raise Diverged(f"{message}: {method.remedy}") from e
             run.watch.check()
-    except BaseException as e:  # the state may be fit, whatever ends the run
+    except BaseException as e:  # `save_last` finds out whether `now` is complete
         if isinstance(e, RunEnded | Stopped) or run.hosts.shared(e):  # else the other hosts are elsewhere
             saved, error = now, e
             run.checkpoints.save_last(

@@ -18,6 +18,7 @@ from jppo.learner import catalogue, estimate, make, packing, ppo, programs, shar
 from jppo.learner.algorithm import Algorithm
 from jppo.learner.make import Trained
 from jppo.learner.ppo import Learner, ModelConfigs, StepLearner
+from jppo.learner.streams import Start, fold
 from jppo.models import hf, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base
@@ -93,12 +94,9 @@ def _with_terms_of_settings(c: Loop, algorithm: Algorithm) -> Algorithm:
     return algorithm.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
 
 
-def kl_name(name: str, setting: str) -> str:
-    """Returns a KL estimator's name in `kl.ESTIMATORS`; registers a user-defined one."""
-    if name not in kl.BY_NAME:
-        estimate: Any = parts.KL_ESTIMATORS.find(name, setting)
-        kl.ESTIMATORS[name] = estimate
-    return name
+def kl_kind(name: str, setting: str) -> kl.Kind:
+    """Returns the KL estimator that a setting names."""
+    return name if name in kl.BY_NAME else parts.KL_ESTIMATORS.find(name, setting)
 
 
 def make_correction(c: Settings) -> estimate.Correction | None:
@@ -132,7 +130,7 @@ def make_recipe(c: Settings) -> ppo.Recipe:
         _make_recipe(c, make_algorithm(c)),
         bypass=c.algorithm.old_logprob == "bypass",
         correction=make_correction(c),
-        kl_penalty=kl_name(c.algorithm.kl_penalty, "algorithm.kl_penalty") if c.algorithm.use_kl_in_reward else None,
+        kl_penalty=kl_kind(c.algorithm.kl_penalty, "algorithm.kl_penalty") if c.algorithm.use_kl_in_reward else None,
         adapt_kl=make_kl_controller(c),
         value_norm_decay=c.critic.value_norm_decay,
         earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable or c.rollout.agent),
@@ -145,7 +143,7 @@ def make_loop_recipe(c: Loop) -> ppo.Recipe:
     return _make_recipe(c, _with_terms_of_settings(c, parts.policy_loss(c)), kl_penalty="kl")
 
 
-def _make_recipe(c: Loop, algorithm: Algorithm, kl_penalty: str | None = None) -> ppo.Recipe:
+def _make_recipe(c: Loop, algorithm: Algorithm, kl_penalty: kl.Kind | None = None) -> ppo.Recipe:
     """Makes the parts of a recipe that a PPO run and a user's loop share: losses, their means, KL and metrics."""
     a, v = c.actor, c.critic
     value_mode = a.loss_agg_mode if v.loss_agg_mode is None else v.loss_agg_mode
@@ -156,7 +154,7 @@ def _make_recipe(c: Loop, algorithm: Algorithm, kl_penalty: str | None = None) -
         bypass=False,
         correction=None,
         kl_penalty=kl_penalty,
-        kl_loss_type=kl_name(a.kl_loss_type, "actor.kl_loss_type") if a.use_kl_loss else None,
+        kl_loss_type=kl_kind(a.kl_loss_type, "actor.kl_loss_type") if a.use_kl_loss else None,
         kl_topk=(("topk", a.kl_topk), ("min_logp", a.kl_log_prob_min_clamp)),
         mean=functools.partial(update.aggregate, usual=algorithm.aggregation or a.loss_agg_mode, scale=scale),
         value_mean=functools.partial(update.aggregate, usual=value_mode, scale=value_scale),
@@ -273,8 +271,8 @@ def load_learner(
     if value is not None and passes.critic is not None:
         critic, value_opt = make.make_trainable(c.critic, "critic", passes.critic, value, steps)
     if inputs.reference is not None:
-        key, cfg = jax.random.fold_in(jax.random.key(seed), 2), pad_vocab(inputs.reference, mesh.shape["tensor"])
-        reference = load_reference(c, mesh, cfg, policy, key, sketch)
+        cfg = pad_vocab(inputs.reference, mesh.shape["tensor"])
+        reference = load_reference(c, mesh, cfg, policy, fold(jax.random.key(seed), Start.REFERENCE), sketch)
     cfg = pad_vocab(inputs.policy, mesh.shape["tensor"])
     learner = Learner(
         mesh=mesh, cfg=cfg, plan=plan, recipe=recipe, passes=passes, actor=actor, critic=critic, reference=reference
@@ -295,7 +293,7 @@ def load_models(
     key = jax.random.key(seed)
     policy = make.load_trained(
         c, mesh, pad_vocab(inputs.policy, mesh.shape["tensor"]), c.model.path, head="lm",
-        init="shapes" if sketch else c.model.init, key=jax.random.fold_in(key, 0), adapters=inputs.adapters,
+        init="shapes" if sketch else c.model.init, key=fold(key, Start.POLICY), adapters=inputs.adapters,
         trunk=None if base is None else base.params,
     )  # fmt: skip
     policy = make.offload_if(policy, c.actor.param_offload, shared=base is not None)
@@ -308,7 +306,7 @@ def load_models(
         trunk = None
     critic = make.load_trained(
         c, mesh, pad_vocab(inputs.critic, mesh.shape["tensor"]), path, head="value",
-        init="shapes" if sketch else critic_init(c), key=jax.random.fold_in(key, 1), adapters=inputs.critic_adapters,
+        init="shapes" if sketch else critic_init(c), key=fold(key, Start.CRITIC), adapters=inputs.critic_adapters,
         trunk=None if trunk is None else trunk.params,
     )  # fmt: skip
     return policy, make.offload_if(critic, c.critic.param_offload, shared=trunk is not None)

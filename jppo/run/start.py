@@ -25,7 +25,7 @@ from jppo.learner.utilisation import introduce_peak
 from jppo.rewards.graders import RUNS_CODE, describe_refused, grader_of
 from jppo.rewards.make import make_reward_sum, require_values
 from jppo.rewards.parts import RewardSum
-from jppo.rollout.inprocess import Source
+from jppo.rollout.inprocess import PolicySampler
 from jppo.rollout.make import (
     describe_servers,
     make_publish_settings,
@@ -40,13 +40,7 @@ from jppo.run import resume
 from jppo.run.agreement import Match, agree, sampling_warnings
 from jppo.run.inputs import Inputs, describe_decoding, engine_arguments, read_inputs, require_reward
 from jppo.run.loop import Opened
-from jppo.run.make import (
-    list_run_programs,
-    make_learner,
-    replayed_experts,
-    require_models_fit,
-    run_programs,
-)
+from jppo.run.make import list_run_programs, make_learner, replayed_experts, require_models_fit, run_programs
 from jppo.run.resume import Begun, data_checksums, finished
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
@@ -57,9 +51,8 @@ from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.make import make_logger, open_display, require_loggers
 from jppo.runlog.timers import Laps, Profiler, Timers
 from jppo.runlog.watchdog import Watch
-from jppo.samples.dynamic_sampling import DynamicSampleQueue
 from jppo.samples.make import make_given, make_supply
-from jppo.samples.queue import SampleQueue
+from jppo.samples.queue import Supply
 from jppo.settings import Settings, table
 
 if TYPE_CHECKING:
@@ -82,8 +75,8 @@ class Run(Opened):
     folder: pathlib.Path
     inputs: Inputs
     learner: StepLearner
-    sampler: Source
-    supply: SampleQueue | DynamicSampleQueue
+    sampler: PolicySampler
+    supply: Supply
     reward_sum: RewardSum
     publisher: PolicyPublisher
     match: Match
@@ -108,17 +101,17 @@ def join_hosts(c: Settings) -> Hosts:
     """Joins all hosts of the run and waits for them."""
     t = c.trainer
     return join_launched(
-        t.nnodes,
-        t.node_rank,
-        t.coordinator_address,
-        join_timeout_s=t.join_timeout_s,
-        host_timeout_s=t.host_timeout_s,
+        t.nnodes, t.node_rank, t.coordinator_address, join_timeout_s=t.join_timeout_s, host_timeout_s=t.host_timeout_s,
         end_timeout_s=t.stop_timeout_s,
-    )
+    )  # fmt: skip
 
 
 def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Run, Begun] | None:
-    """Opens the run and its initial state; `stack` closes it. None: the same command has already finished."""
+    """Opens the run and its initial state; None: the same command has already finished.
+
+    Faults of settings come first, before servers and models take minutes. `stack` closes the parts in reverse order, so
+    a part is opened, or its closing registered, before those that use it.
+    """
     host = _prepare_host(stack, hosts, c)
     inputs, read_only, laps = host.inputs, c.trainer.val_only, Laps(host.timer)
     with host.timer("start"):  # every second from here on belongs to a stage, or a stop would be ignored
@@ -126,18 +119,18 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         folder_checkpoints = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=read_only)
         checkpoints = stack.enter_context(folder_checkpoints)
         hosts.together(lambda: None)  # the checkpoint folder exists, without partial writes
-        if finished(c, checkpoints, inputs.total_steps):
+        if finished(c, checkpoints, inputs.total_steps):  # before a device is used
             return None
         if inputs.agent is not None:
-            stack.callback(inputs.agent.close)
+            stack.callback(inputs.agent.close)  # the engine's conversations use it
         mesh = open_mesh(c)
         c = with_servers(c, mesh)
         require_models_fit(inputs, mesh)
-        c, memory_note = _choose_by_memory(c, hosts, inputs, mesh, folder)
+        c, memory_note = _choose_by_memory(c, hosts, inputs, mesh, folder)  # all below reads this `c`
         kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
-        reference = _open_served_reference(c, inputs, hosts)
+        reference = _open_served_reference(c, inputs, hosts)  # this, too
         if c.trainer.traces:
-            stack.enter_context(traces.exporting())
+            stack.enter_context(traces.exporting())  # reward and engine make spans to their end
         open_rewards = functools.cache(lambda: _open_rewards(stack, hosts, c, inputs, mesh))
         if not c.reward.model.path:  # which takes memory of the GPU: then the servers start first
             open_rewards()
@@ -162,11 +155,11 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             del begin  # a resumed run must not hold two states
         with laps("waiting for the sampler"):
             sampler = open_sampler()
-        with laps("publish"):
+        with laps("publish"):  # of the base first, on which adapters are published
             publisher = make_publisher(c, learner, sampler, inputs.adapters, hosts)
             publish_base(make_publish_settings(c, inputs.adapters), learner, sampler, begun.now.step, hosts)
             publisher.finish(begun.now.state)
-        with laps("graders"):
+        with laps("graders"):  # they have started meanwhile
             hosts.together(reward_sum.ready)
         logger = _open_logger(c, host, hosts, learner, begun)
         stack.enter_context(logger)
@@ -174,9 +167,9 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         supply = make_supply(
             c, inputs.train, inputs.total_steps, algorithm.greedy, sampler, reward_sum, begun.cursor, hosts,
             give=make_given(c, inputs.tokenizer, inputs.end_tokens),
-            keeps_dropped=algorithm.update is not None or algorithm.listen is not None,
+            with_dropped=algorithm.update is not None or algorithm.listen is not None,
         )  # fmt: skip
-        stack.enter_context(publisher)
+        stack.callback(publisher.close)
         run = Run(
             c, inputs.total_steps, hosts, checkpoints, logger, host.timer, host.watch, host.profile, host.folder,
             inputs, learner, sampler, supply, reward_sum, publisher, Match(c), reference, origin,

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jppo.errors import RunEnded, UserError
-from jppo.learner import sharding, state
+from jppo.learner import sharding, state, streams
 from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.models import hf, hf_write, lora, tensorfile
 from jppo.models.lora import Lora
@@ -181,7 +181,7 @@ def _make_adapters(settings: SettingsByName) -> Lora | None:
 
 def _load_base(layout: state.ModelLayout, source: str, settings: SettingsByName, meta: dict[str, Any]) -> Params:
     """Loads the frozen base of adapters; raises UserError if it is not the one that they were trained on."""
-    key = jax.random.fold_in(jax.random.key(settings["trainer.seed"]), 0)
+    key = streams.fold(jax.random.key(settings["trainer.seed"]), streams.Start.POLICY)
     params = state.load_sharded(layout, source, init=settings["model.init"], key=key)
     checksum = meta.get("frozen", {}).get("model.path")
     if checksum is not None and checksum != checksum_of_all(params):

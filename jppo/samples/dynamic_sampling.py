@@ -20,7 +20,7 @@ from jppo.rollout.protocol import RolloutError
 from jppo.runlog import trajectories
 from jppo.runlog.timers import Count
 from jppo.samples.given import mark_given_unusable
-from jppo.samples.queue import Group, SampleQueue, StepSamples
+from jppo.samples.queue import Group, SampleQueue, StepSamples, Supply
 from jppo.types import Reward, StepData, Trajectory
 
 
@@ -33,7 +33,7 @@ class Filter:
     metric: str
     most: int  # gen batches of a step; 0: no bound
     filter_truncated: bool = False  # truncated responses are not trained on
-    keeps_dropped: bool = False  # the step's samples have the dropped groups too
+    with_dropped: bool = False  # the step's samples have the dropped groups too
 
 
 def differs(rewards: Sequence[Reward], metric: str) -> bool:
@@ -54,7 +54,7 @@ def trains(trajectories: Sequence[Trajectory], rewards: Sequence[Reward], *, fil
     )
 
 
-class DynamicSampleQueue:
+class DynamicSampleQueue(Supply):
     """The samples of a synchronous run with dynamic sampling, in place of a `SampleQueue`."""
 
     def __init__(
@@ -72,7 +72,7 @@ class DynamicSampleQueue:
         self._gen_queue: SampleQueue | None = None  # the gen batch
 
     def take(self, step: int) -> StepSamples:
-        """Samples and grades the groups of a step; raises RolloutError if none is left to learn from."""
+        """Raises RolloutError if no group is left to learn from."""
         options, after, waited_s, sampling_s = self._options, self._cursor, 0.0, 0.0
         useful, rewards, policy_rewards, lacking_metric = list[Group](), list[Reward](), list[Reward](), 0
         all_groups = list[Group]()
@@ -80,7 +80,7 @@ class DynamicSampleQueue:
             gen_queue = self._gen_queue = self._gen_batch(batches - 1, after)
             samples = gen_queue.take(step)
             groups = _grade_groups(samples, options.n)
-            all_groups += groups if options.keeps_dropped else []
+            all_groups += groups if options.with_dropped else []
             new_rewards = [r for group in groups for r in group.rewards]
             rewards, after = rewards + new_rewards, gen_queue.note_rewards(samples, new_rewards)
             policy_rewards += mark_given_unusable(samples.trajectories, new_rewards)
@@ -128,7 +128,6 @@ class DynamicSampleQueue:
         )
 
     def progress(self, step: int) -> Count:
-        """Returns the number of finished responses of the gen batch."""
         return Count("responses") if self._gen_queue is None else self._gen_queue.progress(step)
 
     def settle(self) -> None:
@@ -136,14 +135,10 @@ class DynamicSampleQueue:
 
     @property
     def memory(self) -> str:
-        """The memory that the step trains with, as text."""
         return self._cursor.curriculum
 
     def note_rewards(self, drawn: StepSamples, rewards: Sequence[Reward], step: StepData | None = None) -> Cursor:
-        """Returns the position in the data after a step, with the memory of an algorithm after it.
-
-        A `Curriculum` has seen the rewards of each gen batch already.
-        """
+        """Leaves out a `Curriculum`, which has seen the rewards of each gen batch already."""
         self._cursor = remembered(drawn.after, self._order_of, step)
         return self._cursor
 
@@ -151,11 +146,11 @@ class DynamicSampleQueue:
         """Does nothing: no sample is kept."""
 
     def state(self) -> dict[str, Any]:
-        """Returns {}: a checkpoint keeps the position in the data, and no samples."""
+        """Returns {}: a checkpoint has the position in the data, and no samples."""
         return {}
 
     def load(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """Returns lines for the console on samples and prompts that a checkpoint of asynchronous training has."""
+        """Reports samples and prompts that a checkpoint of asynchronous training has."""
         if not state:
             return []
         lines = ["the samples that the checkpoint has of the next steps are drawn again, by dynamic sampling"]

@@ -15,11 +15,11 @@ from jppo.data.tokenizer import decode, encode_all
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import expanded
 from jppo.rewards.parts import RewardSum
-from jppo.rollout.inprocess import Source
+from jppo.rollout.inprocess import PolicySampler
 from jppo.rollout.protocol import RolloutError, respond
 from jppo.samples.dynamic_sampling import DynamicSampleQueue, Filter
 from jppo.samples.given import Give, answer_of, given_texts
-from jppo.samples.queue import SampleQueue, StepSamples, SupplySettings, ages
+from jppo.samples.queue import SampleQueue, StepSamples, Supply, SupplySettings, ages
 from jppo.settings import Loop, Rollout, Settings, ValKwargs, parts, table
 from jppo.types import Prompt, Reward, Sampling, Trajectory
 
@@ -58,21 +58,12 @@ def prompts_per_batch(c: Settings) -> int:
 
 
 def make_supply(
-    c: Settings,
-    train: PromptSet,
-    total_steps: int,
-    baseline: bool,
-    sampler: Source,
-    reward_sum: RewardSum,
-    cursor: Cursor,
-    hosts: Hosts = ALONE,
-    *,
-    give: Give | None = None,
-    keeps_dropped: bool = False,
-) -> SampleQueue | DynamicSampleQueue:
+    c: Settings, train: PromptSet, total_steps: int, baseline: bool, sampler: PolicySampler, reward_sum: RewardSum,
+    cursor: Cursor, hosts: Hosts = ALONE, *, give: Give | None = None, with_dropped: bool = False,
+) -> Supply:  # fmt: skip
     """Makes the sample supply of a run, from `cursor` on; `baseline`: each prompt also gets a greedy response.
 
-    `give` returns the responses of a prompt that take the places of samples. `keeps_dropped`: a step's samples have the
+    `give` returns the responses of a prompt that take the places of samples. `with_dropped`: a step's samples have the
     groups that dynamic sampling drops.
     """
     options = SupplySettings(
@@ -89,14 +80,13 @@ def make_supply(
         give=give,
     )
     a = c.algorithm
-    metric, max_batches = a.filter_groups_metric, a.max_num_gen_batches
-    filter_settings = Filter(
-        c.data.train_batch_size, c.rollout.n, metric, max_batches, filter_truncated=a.filter_truncated,
-        keeps_dropped=keeps_dropped,
-    )  # fmt: skip
     if not a.filter_groups:
         return SampleQueue(options, train, sampler, reward_sum, cursor, hosts)
     options = dataclasses.replace(options, batch_size=prompts_per_batch(c))
+    filter_settings = Filter(
+        c.data.train_batch_size, c.rollout.n, a.filter_groups_metric, a.max_num_gen_batches,
+        filter_truncated=a.filter_truncated, with_dropped=with_dropped,
+    )  # fmt: skip
 
     def gen_batch(index: int, position: Cursor) -> SampleQueue:
         sampling = functools.partial(step_sampling, c, gen_batch=index)

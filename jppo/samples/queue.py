@@ -1,10 +1,6 @@
 """The samples of each step: requested on demand, or prefetched while the trainer learns.
 
-    take(step)         returns the samples of a step and requests those of later steps
-    settle()           waits for all requests, before an update that must not overlap any
-    note_rewards(...)  passes its rewards to the order of the prompts
-    forget(step)       ends the step
-    state()            requests that are not yet trained on, with finished responses, for a checkpoint
+`Supply` is what a run calls. `SampleQueue` is one, and `dynamic_sampling.py` has the other.
 
 With `staleness` 0, training is synchronous: a step's prompts are requested with the policy that learns from them. With
 k, up to k further steps are in flight, sampled by weights up to k updates old. With `partial`, a step takes the first
@@ -17,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,7 +34,7 @@ class Draws:
     def __init__(self, prompts: list[Prompt], n: int, reward_sum: RewardSum, changed: threading.Condition):
         self.n = n
         self.found: dict[int, Trajectory] = {}  # finished responses by number
-        self._complete: set[int] = set()  # groups with all responses
+        self.complete: set[int] = set()  # groups with all responses
         self.grading: Grading = reward_sum.begin()
         self.graded: dict[int, Reward] = {}  # before a resume
         self.future: Future[Any] | None = None
@@ -55,11 +51,8 @@ class Draws:
             self.ended = time.monotonic()
             group = number // self.n
             if all(other in self.found for other in self.numbers(group)):
-                self._complete.add(group)
+                self.complete.add(group)
                 self._changed.notify_all()
-
-    def is_complete(self, group: int) -> bool:
-        return group in self._complete
 
     def numbers(self, group: int) -> range:
         return range(group * self.n, (group + 1) * self.n)
@@ -146,18 +139,50 @@ class StepSamples:
     dropped: tuple["Group", ...] = ()  # by dynamic sampling, where an algorithm asks for them
 
 
-class SampleQueue:
-    """The samples of a run."""
+class Supply(Protocol):
+    """The samples of a run, whose calls come from one thread and in this order, but for `progress` from any:
+
+        load -> in each step: take -> memory -> note_rewards -> update -> forget -> settle -> publish
+
+    `state` may come between any two of them: a step that has not come to `forget` is repeated when the run resumes.
+    """
+
+    def load(self, state: Mapping[str, Any], step: int) -> list[str]:
+        """Restores `state` for a run that begins with `step`, {} of a new run; returns lines for the console."""
+
+    def take(self, step: int) -> StepSamples:
+        """Returns the samples that `step` trains on; the rollout engine has the weights `step`."""
+
+    def progress(self, step: int) -> Count:
+        """Returns the number of finished and of requested responses up to the step."""
+
+    @property
+    def memory(self) -> str:
+        """The memory that the step trains with, as text."""
+
+    def note_rewards(self, drawn: StepSamples, rewards: Sequence[Reward], step: StepData | None = None) -> Cursor:
+        """Passes the step's rewards to a memory that learns from them; returns the position in the data after it.
+
+        `step` is all of the step, for the memory of an algorithm.
+        """
+
+    def forget(self, step: int) -> None:
+        """Ends the step: its samples are not needed again, and the memory is the new one."""
+
+    def settle(self) -> None:
+        """Waits until nothing is in flight; called where a publish must not overlap requests."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns requests that are not yet trained on, with finished responses, as JSON types."""
+
+
+class SampleQueue(Supply):
+    """The samples of a run, requested up to `staleness` steps ahead."""
 
     def __init__(
-        self,
-        options: SupplySettings,
-        train: PromptSet,
-        sampler: Sampler,
-        reward_sum: RewardSum,
-        cursor: Cursor,
+        self, options: SupplySettings, train: PromptSet, sampler: Sampler, reward_sum: RewardSum, cursor: Cursor,
         hosts: Hosts = ALONE,
-    ):
+    ):  # fmt: skip
         self._c = options
         self._hosts = hosts
         self._groups = hosts.share(options.batch_size)  # the share of a step's prompts sampled here
@@ -171,7 +196,6 @@ class SampleQueue:
         self._new_memory: str | None = None  # the memory after the step
 
     def take(self, step: int) -> StepSamples:
-        """Returns the samples that `step` trains on; the rollout engine has the weights `step`."""
         return self._make_samples(*self._hosts.together(lambda: self._take_groups(step)))
 
     def _take_groups(self, step: int) -> tuple[list[tuple[StepRequest, int]], float]:
@@ -186,14 +210,12 @@ class SampleQueue:
         return groups, waited
 
     def progress(self, step: int) -> Count:
-        """Returns the number of finished and of requested responses up to the step; for any thread."""
         draws = [d for request in self._queue.queue if request.step <= step for d in request.draws]
         responses = [dict(d.found) for d in draws]
         tokens = sum(int(t.sampled.sum()) for by_number in responses for t in by_number.values() if not t.given)
         return Count("responses", sum(d.n for d in draws) * len(self._groups), sum(map(len, responses)), tokens)
 
     def settle(self) -> None:
-        """Waits until nothing is in flight."""
         began = time.monotonic()
         self._hosts.together(
             lambda: self._wait_for(
@@ -204,22 +226,15 @@ class SampleQueue:
 
     @property
     def memory(self) -> str:
-        """The memory that the next step trains with, as text."""
         return self._queue.cursor.curriculum
 
     def note_rewards(self, drawn: StepSamples, rewards: Sequence[Reward], step: StepData | None = None) -> Cursor:
-        """Passes the step's rewards to a memory that learns from them; returns the position in the data after it.
-
-        `step` is all of the step, for the memory of an algorithm. `state` has them from `forget` on: a step that breaks
-        off is repeated.
-        """
         order_of, scored = self._train.order_of, mark_given_unusable(drawn.trajectories, rewards)
         cursor = remembered(seen(self._queue.cursor, order_of, drawn.prompts, scored), order_of, step)
         self._new_memory = cursor.curriculum
         return dataclasses.replace(drawn.after, curriculum=self._new_memory)
 
     def forget(self, step: int) -> None:
-        """Ends the step: its samples are not needed again."""
         for request, group in self._groups_by_step.pop(step, []):
             request.left.discard(group)
         cursor, self._new_memory, new_memory = self._queue.cursor, None, self._new_memory
@@ -228,7 +243,7 @@ class SampleQueue:
         self._queue = dataclasses.replace(self._queue, cursor=cursor, queue=queue)
 
     def state(self) -> dict[str, Any]:
-        """Returns requests that are not yet trained on, as JSON types; {} without prefetching."""
+        """Returns {} without prefetching."""
         return trajectories.merged(self._hosts.gather(self._host_state))
 
     def _host_state(self) -> dict[str, Any]:
@@ -256,11 +271,7 @@ class SampleQueue:
         return trajectories.Step(request.step, request.version, request.indices, after, frozenset(request.left), found)
 
     def load(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """Restores `state` for a run that begins with `step`; missing responses are requested again.
-
-        Responses that the run would sample differently, or with newer weights, are missing. Returns lines for the
-        console.
-        """
+        """Requests missing responses again, also those that the run would sample differently or with newer weights."""
         if not state:
             return []
         steps, lines = trajectories.fitted(
@@ -379,7 +390,7 @@ class SampleQueue:
         return sorted([*due, *others[: options.batch_size - len(due)]], key=lambda pair: (pair[0].step, pair[1]))
 
     def _has_all(self, request: StepRequest, group: int) -> bool:
-        return group not in self._groups or all(draws.is_complete(group) for draws in request.draws)
+        return group not in self._groups or all(group in draws.complete for draws in request.draws)
 
     def _wait_for(self, poll: Callable[[], Any]) -> Any:
         """Waits until `poll` returns something true, which it returns; raises an error that ended the sampling."""

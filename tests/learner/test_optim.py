@@ -207,13 +207,6 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_right_in_the_mean():
     np.testing.assert_allclose(np.mean(np.asarray(found != other)), 2 * 0.25 * 0.75, atol=0.01)  # independent draws
 
 
-def test_numbers_are_hashed_as_by_murmurhash3():
-    """Known hashes of MurmurHash3 (x86, 32 bits) for empty data, which are the last step alone, of the seed."""
-    for seed, expected in ((0, 0), (1, 0x514E28B7), (2**32 - 1, 0x81F16F39)):
-        x = (seed * pow(0x9E3779B9, -1, 2**32) - 1) % 2**32  # of which the odd number first makes the seed
-        assert int(optim.hash32(jnp.uint32(x))) == expected
-
-
 @pytest.mark.parametrize("name", list(catalogue.OPTIMIZERS))
 @pytest.mark.parametrize("master,moments_dtype", [(False, "float32"), (True, "bfloat16")])
 def test_a_skipped_step_changes_no_bit(name, master, moments_dtype):

@@ -181,6 +181,12 @@ def test_adapters_of_experts_have_the_names_and_shapes_of_linear_layers(checkpoi
     assert set(said) == {gate, down}
 
 
+@pytest.mark.parametrize("seed, expected", [(0, 0), (1, 0x514E28B7), (2**32 - 1, 0x81F16F39)])
+def test_numbers_are_hashed_as_by_murmurhash3(seed, expected):
+    """Known hashes of MurmurHash3 (x86, 32 bits) for empty data, which are the last step alone, of the seed."""
+    assert int(lora.hash_32_bits(jnp.uint32(seed))) == expected
+
+
 def test_dropout_zeroes_its_share_and_keeps_the_mean():
     x = jnp.ones((1, 64, 4, 32))
     seeds = lora.hash_32_bits(np.arange(64, dtype=np.uint32)).reshape(1, 64)

@@ -674,7 +674,7 @@ def test_a_server_that_breaks_as_soon_as_it_is_back_is_repaired_again(made, fake
         real(of)
         revived.append(of)
         if len(revived) == 1:
-            of.up = False
+            of.state = router.State.BROKEN
 
     monkeypatch.setattr(repairs, "_revive", revive)
     fakes[1].answers["/health"] = (503, None)

@@ -488,7 +488,7 @@ def test_a_request_whose_caller_has_gone_ends_in_the_server(served):
         await asyncio.gather(*asked, return_exceptions=True)
 
     before = made()
-    fleet._submit(ask_and_go()).result(60)
+    fleet._thread.submit(ask_and_go()).result(60)
     time.sleep(1.0)
     some = made()
     time.sleep(2.0)

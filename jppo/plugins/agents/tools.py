@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import yaml
 
 from jppo.errors import UserError, expanded
+from jppo.event_loop import LoopThread
 from jppo.plugins.agents.built_in_tools import Calculator, Python, Search
 from jppo.plugins.agents.calls import Call, Fault, ParsedCall, Schema
 from jppo.plugins.sandbox.choice import STRICT
@@ -40,7 +41,7 @@ class UserCodeRunner:
     """Runs coroutines on a second event loop, which starts with the first one."""
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: LoopThread | None = None
         self._lock = threading.Lock()
         # Callers wait for a slot on their own loop, and an engine may use several loops in turn.
         self._slots: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
@@ -62,17 +63,16 @@ class UserCodeRunner:
 
     def _submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
         with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="jppo-tools", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(_await_safely(function, arguments), self._loop)
+            if self._thread is None:
+                self._thread = LoopThread("jppo-tools")
+        return self._thread.submit(_await_safely(function, arguments))
 
     def close(self) -> None:
         """Stops the loop and cancels its tasks; may be called twice."""
         with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.call_soon_threadsafe(_stop_loop, loop)
+            thread, self._thread = self._thread, None
+        if thread is not None:  # not closed: a call that blocks would hold its caller
+            thread.loop.call_soon_threadsafe(_stop_loop, thread.loop)
 
 
 def _stop_loop(loop: asyncio.AbstractEventLoop) -> None:

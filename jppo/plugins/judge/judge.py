@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from jppo.errors import UserError, expanded
+from jppo.event_loop import LoopThread, cancel_tasks
 from jppo.plugins.judge.client import JudgeClient, JudgeError, JudgeReply
 from jppo.rewards.parts import Part, Sample, failed, graded, pending
 from jppo.types import Reward
@@ -237,16 +238,14 @@ class JudgePart(Part):
         self._counts: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()  # guards the counts and _closed
         self._closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-judge", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("jppo-judge")
 
     def submit(self, sample: Sample) -> Future[Reward]:
         """Submits a sample from any thread; the reward has a score from 0 to 1 and `judge_raw` from 0 to max_score."""
         future: Future[Reward] = pending()
         with self._lock:
             if not self._closed:
-                asyncio.run_coroutine_threadsafe(self._grade(sample, future), self._loop)
+                self._thread.submit(self._grade(sample, future))
                 return future
         self._count(errors=1)
         return graded(failed("the judge was closed before the sample was submitted"))
@@ -262,22 +261,12 @@ class JudgePart(Part):
         """Stops requests and connections; waiting samples become errors. May be called twice."""
         with self._lock:
             is_first_call, self._closed = not self._closed, True
-            if is_first_call:
-                ending = asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop)
         if is_first_call:
-            try:
-                ending.result()
-            finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+            self._thread.close(self._cancel_all())
 
     async def _cancel_all(self) -> None:
         """Cancels all requests and closes the client; runs in the event loop."""
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks()
         await self._client.close()
 
     async def _grade(self, sample: Sample, future: Future[Reward]) -> None:

@@ -1,12 +1,11 @@
 """The HTTP server of the Tinker API: paths, keys and refusals; `sessions.py` answers."""
 
-import asyncio
 import contextlib
 import hmac
-import threading
 from collections.abc import Iterator, Sequence
 
 from jppo.errors import BadRequest, UserError
+from jppo.event_loop import LoopThread
 from jppo.http_server import HttpReply, HttpRequest, HttpServer, json_reply
 from jppo.plugins.tinker.sessions import Service
 
@@ -27,11 +26,9 @@ def start_server(service: Service, keys: Sequence[str], host: str, port: int) ->
         except UserError as e:
             raise BadRequest(str(e)) from e
 
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="jppo-tinker", daemon=True).start()
     server = HttpServer(answer, lambda key: _find_owner(key, keys), _refusal)
     with name_address_in_errors(host, port):
-        host, port = asyncio.run_coroutine_threadsafe(server.start(host, port), loop).result()
+        host, port = LoopThread("jppo-tinker").submit(server.start(host, port)).result()
     return server, f"http://{host}:{port}"
 
 

@@ -24,10 +24,11 @@ from typing import Protocol
 import numpy as np
 
 from jppo.errors import UserError
+from jppo.event_loop import LoopThread
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.api import ServerApi
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.member import Member, Router
+from jppo.rollout.servers.member import Member, Router, State
 
 POLL_S = 0.05
 Step = Callable[[Endpoint], None]
@@ -94,7 +95,7 @@ class ServedWeights:
         self,
         router: Router,
         api: ServerApi,
-        loop: asyncio.AbstractEventLoop,
+        thread: LoopThread,
         *,
         on_broken: Callable[[Member, ServerFault], None],
         threads: int,
@@ -107,7 +108,7 @@ class ServedWeights:
         self.may_start = threading.Event()  # clear from a sleep to the next delivery: the trainer has their memory
         self.may_start.set()
         self._deliveries: tuple[Delivery, ...] = ()  # a whole model, then the latest addition
-        self._router, self._api, self._loop, self._on_broken = router, api, loop, on_broken
+        self._router, self._api, self._thread, self._on_broken = router, api, thread, on_broken
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jppo-fleet")
 
     @property
@@ -146,19 +147,19 @@ class ServedWeights:
             try:
                 taking = self._wake_up(taking, "weights")
                 if mode == "wait":
-                    asyncio.run_coroutine_threadsafe(_wait_until_idle(taking), self._loop).result()
+                    self._thread.submit(_wait_until_idle(taking)).result()
                 taking = self._run_on_each(taking, lambda endpoint: self.pause(endpoint, mode))
                 taking = self._wake_up(self._run_on_each(taking, delivery.take), "kv_cache")
                 for member in taking:
                     if member.works:  # not given up meanwhile
-                        member.asleep, member.without_weights, member.up = False, False, True
+                        member.asleep, member.state = False, State.UP
                 base_deliveries = () if delivery.whole else self._deliveries[:1]
                 self._deliveries, self.version = (*base_deliveries, delivery), delivery.version
                 self.updates += 1
                 self._run_on_each(taking, self.resume)
             finally:
                 self._router.holds_requests = False
-                self._loop.call_soon_threadsafe(self._end_update)
+                self._thread.loop.call_soon_threadsafe(self._end_update)
 
     def catch_up(self, member: Member, on_current: Callable[[], None] = lambda: None) -> None:
         """Delivers the current weights to one server, and calls `on_current` while they are still the current ones.
@@ -174,10 +175,10 @@ class ServedWeights:
             with self.lock:
                 if self._deliveries is not deliveries or any(delivery.exclusive for delivery in deliveries):
                     self._deliver_to(member, self._deliveries)
-                member.up = True
+                member.state = State.UP
                 on_current()
         except WeightsGone:
-            member.up, member.without_weights = False, True
+            member.state = State.WITHOUT_WEIGHTS
             raise
 
     def pause(self, endpoint: Endpoint, mode: str) -> None:
@@ -249,7 +250,7 @@ class ServedWeights:
                 future.result()
                 succeeded.append(member)
             except ServerFault as e:
-                member.up = member.without_weights = False
+                member.state = State.BROKEN
                 self._on_broken(member, e)
             except RolloutError as e:
                 if member.works:

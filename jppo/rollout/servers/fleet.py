@@ -11,49 +11,27 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
 
 import numpy as np
 
 from jppo import traces
 from jppo.errors import UserError
+from jppo.event_loop import LoopThread, cancel_tasks
 from jppo.process import allow_files
 from jppo.rollout import protocol
-from jppo.rollout.protocol import (
-    Answer,
-    Done,
-    Kept,
-    RolloutError,
-    Served,
-    Talk,
-    cut_at,
-    join_experts,
-    may_end_in_stop,
-    require_kept,
-    sample_seed,
-)
+from jppo.rollout.protocol import Answer, Done, Kept, RolloutError, Served, Talk
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.api import Completion, ServerApi
 from jppo.rollout.servers.delivery import Delivery, Publisher, ServedWeights, needs_token
-from jppo.rollout.servers.endpoint import (
-    TRIES,
-    Busy,
-    Endpoint,
-    LeaseTaken,
-    ServerFault,
-    attached_key,
-    retry_pause_s,
-)
+from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, LeaseTaken, ServerFault, attached_key, retry_pause_s
 from jppo.rollout.servers.member import Member, RequestDropped, Router, Server, ServerSettings, stop_all
 from jppo.rollout.servers.repair import LOOKUP_S, Lookup, Membership, Repairs
 from jppo.rollout.servers.replies import max_answer_bytes, reading
 from jppo.types import Prompt, Sampling, Trajectory
 
-T = TypeVar("T")
 THREADS = 32  # of calls to servers that come and go
 
 
@@ -84,15 +62,13 @@ class Fleet(Served):
         self._router = Router(members)
         threads = 2 * len(members) + 1 if joining is None else THREADS
         self._waiting = ThreadPoolExecutor(threads, thread_name_prefix="jppo-repair")  # may wait for a delivery
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(self._waiting)
-        self.weights = ServedWeights(self._router, api, self._loop, on_broken=self._repair_broken, threads=threads)
+        self._thread = LoopThread("jppo-fleet")
+        self._thread.loop.set_default_executor(self._waiting)
+        self.weights = ServedWeights(self._router, api, self._thread, on_broken=self._repair_broken, threads=threads)
         self._repairs = Repairs(self._router, api, self.weights, settings, elastic=joining is not None)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-fleet", daemon=True)
-        self._thread.start()
-        self._submit(self._repairs.watch())
+        self._thread.submit(self._repairs.watch())
         if joining is not None:
-            self._submit(Membership(*joining, self._router, self._repairs, settings).watch())
+            self._thread.submit(Membership(*joining, self._router, self._repairs, settings).watch())
 
     @property
     def members(self) -> Sequence[Member]:
@@ -126,7 +102,7 @@ class Fleet(Served):
         only: Collection[int] | None = None,
     ) -> Future[list[Trajectory]]:
         """Like `Sampler.start`; does not block."""
-        return self._submit(protocol.converse(self.ask, self._talk, prompts, sampling, done, only))
+        return self._thread.submit(protocol.converse(self.ask, self._talk, prompts, sampling, done, only))
 
     def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
         """Samples as many answers per server as there are prompts, without tools or environments.
@@ -136,7 +112,7 @@ class Fleet(Served):
         ask = functools.partial(self.ask, urgent=True)
         count, one_turn = len(prompts) * len(self.members), protocol.one_turn(lambda _: "")
         probe_prompts = list(itertools.islice(itertools.cycle(prompts), count))  # an idle fleet takes turns
-        return self._submit(protocol.converse(ask, one_turn, probe_prompts, sampling, None)).result()
+        return self._thread.submit(protocol.converse(ask, one_turn, probe_prompts, sampling, None)).result()
 
     def sleep(self) -> None:
         if self._settings.sleep_level:
@@ -168,15 +144,9 @@ class Fleet(Served):
         stop_all(list(started.values()))
         self.weights.close(wait=bool(attached))  # a publish that broke off may still be at the attached servers
         self._waiting.shutdown(wait=bool(attached), cancel_futures=True)
-        self._submit(self._cancel_tasks()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close(cancel_tasks())
         with ThreadPoolExecutor(max(len(attached), 1)) as pool:
             list(pool.map(self._repairs.leave, attached))
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     # Methods on the loop.
 
@@ -199,19 +169,19 @@ class Fleet(Served):
         failures, broken = 0, False
         while True:
             max_new_tokens = sampling.max_tokens - len(tokens)
-            if tokens and may_end_in_stop(tokens, self._decode, sampling.stop):  # the server misses its beginning
+            if tokens and protocol.may_end_in_stop(tokens, self._decode, sampling.stop):  # the server lacks its start
                 max_new_tokens = min(max_new_tokens, max(map(len, sampling.stop)))
             rest = dataclasses.replace(sampling, max_tokens=max_new_tokens)
-            part_seed = seed if not tokens else sample_seed(seed, 0, len(tokens))
+            part_seed = seed if not tokens else protocol.sample_seed(seed, 0, len(tokens))
             updates = self.weights.updates
             try:
                 part = await self._ask_one([*ids, *tokens], rest, part_seed, near, broken=broken, urgent=urgent)
                 continued = bool(tokens)
                 tokens, logprob = tokens + part.tokens, logprob + part.logprob
                 version += map(int, part.version)
-                experts = join_experts(experts, part.experts)
+                experts = protocol.join_experts(experts, part.experts)
                 kept = None if kept is None else kept + (part.kept or [])
-                end = cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if continued else None
+                end = protocol.cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if continued else None
                 if end is not None:
                     experts = None if experts is None else experts[: len(ids) + end - 1]
                     kept = None if kept is None else kept[:end]
@@ -255,7 +225,7 @@ class Fleet(Served):
                     count = "none" if part.experts is None else len(part.experts)
                     raise ValueError(f"it has the experts of {count} tokens in place of {read_tokens}")
                 if sampling.kept:
-                    require_kept(part.tokens, part.kept, sampling.kept, "it")
+                    protocol.require_kept(part.tokens, part.kept, sampling.kept, "it")
             return dataclasses.replace(part, server=member.endpoint.url)
         except ServerFault as e:
             if not isinstance(e, RequestDropped | Busy):
@@ -264,16 +234,11 @@ class Fleet(Served):
         finally:
             self._router.release(member)
 
-    async def _cancel_tasks(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     # Methods in any thread.
 
     def _repair_broken(self, member: Member, fault: ServerFault) -> None:
-        self._loop.call_soon_threadsafe(functools.partial(self._repairs.report_failure, member, fault, broken=True))
+        report = functools.partial(self._repairs.report_failure, member, fault, broken=True)
+        self._thread.loop.call_soon_threadsafe(report)
 
 
 @dataclasses.dataclass(eq=False)

@@ -10,6 +10,7 @@ import atexit
 import collections
 import contextlib
 import dataclasses
+import enum
 import os
 import pathlib
 import re
@@ -296,6 +297,14 @@ class RequestDropped(ServerFault):
     """The server was given up while the request was in flight: not the request's fault."""
 
 
+class State(enum.Enum):
+    """What a server gets."""
+
+    UP = enum.auto()  # requests and weights: it has the current ones
+    WITHOUT_WEIGHTS = enum.auto()  # weights, with the next publish and not before
+    BROKEN = enum.auto()  # nothing before its repair, or for ever: it has left
+
+
 @dataclasses.dataclass(eq=False)
 class Member:
     """One server.
@@ -309,10 +318,9 @@ class Member:
     server: Server | None  # None: attached
     facts: ServerFacts
     connections: int = CONNECTIONS  # requests in flight
-    up: bool = True
-    in_repair: bool = False
-    asleep: bool = False
-    without_weights: bool = False  # works, but has no weights before the next delivery; not `up`
+    state: State = State.UP
+    in_repair: bool = False  # a task checks or repairs it, in any state: it gets no request, and weights by its state
+    asleep: bool = False  # the trainer has its memory, until the next publish
     in_flight: int = 0
     requests: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
     answers: int = 0
@@ -320,9 +328,13 @@ class Member:
     working_checks: dict[int, asyncio.Task[bool]] = dataclasses.field(default_factory=dict)  # late requests share them
 
     @property
+    def up(self) -> bool:
+        return self.state is State.UP
+
+    @property
     def works(self) -> bool:
         """Whether it can get weights."""
-        return self.up or self.without_weights
+        return self.state is not State.BROKEN
 
     async def ask(
         self, route: str, body: Mapping[str, Any], is_sampling: Callable[[int], bool], *, max_bytes: int | None = None

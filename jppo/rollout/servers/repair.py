@@ -20,7 +20,7 @@ from jppo.rollout.servers.api import ServerApi
 from jppo.rollout.servers.delivery import ServedWeights, WeightsGone
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.guard import TOKEN
-from jppo.rollout.servers.member import Member, Router, ServerSettings
+from jppo.rollout.servers.member import Member, Router, ServerSettings, State
 
 PROBE_S = 2.0  # between two health checks
 POLL_S = 0.5
@@ -48,12 +48,9 @@ class Repairs:
                 for member in self._router.members
                 if member.up and not member.in_repair
             }
+            self._probe_tasks = {at: task for at, task in self._probe_tasks.items() if not task.done()}
             for endpoint in probes.keys() - self._probe_tasks.keys():  # one that hangs delays no other
                 self._probe_tasks[endpoint] = asyncio.get_running_loop().create_task(probes[endpoint](endpoint))
-                self._probe_tasks[endpoint].add_done_callback(functools.partial(self._forget_probe, endpoint))
-
-    def _forget_probe(self, endpoint: Endpoint, _: asyncio.Task[None]) -> None:
-        del self._probe_tasks[endpoint]
 
     def report_failure(self, member: Member, fault: ServerFault, *, broken: bool) -> None:
         """Schedules a check of a failed server; `broken`: it is broken without a check."""
@@ -70,7 +67,7 @@ class Repairs:
 
     async def drop(self, member: Member) -> None:
         """Removes a server; its requests are asked elsewhere."""
-        member.up = member.without_weights = False
+        member.state = State.BROKEN
         member.cancel_requests()
         self._weights.paused.discard(member.endpoint)  # its lease ends
         await asyncio.to_thread(self._remove, member)
@@ -112,7 +109,7 @@ class Repairs:
                 say(f"{fault}; it leaves")
                 await self.drop(member)
                 return
-            member.up = member.without_weights = False
+            member.state = State.BROKEN
             member.cancel_requests()
             while not self.closed:
                 if self.restarts >= self._settings.max_restarts:

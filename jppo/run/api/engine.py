@@ -11,7 +11,7 @@ from jppo.data.tokenizer import decode
 from jppo.errors import UserError
 from jppo.learner.ppo import Learner
 from jppo.models.lora import Lora
-from jppo.rollout.inprocess import InprocessEngine, Source
+from jppo.rollout.inprocess import InprocessEngine, PolicySampler
 from jppo.rollout.make import make_publish_settings
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run.agreement import LogpGap, Mismatch, describe_mismatch, limits
@@ -40,7 +40,7 @@ class Engine:
     ):  # fmt: skip
         """`started` is of `open_engine`, None without an engine; `end_ids` are the tokens that end a response."""
         self._c, self._learner, self._adapters = c, learner, adapters
-        self._sampler: Source | None = None
+        self._sampler: PolicySampler | None = None
         if started is not None:
             self._sampler = started.ready(eos_token_ids=end_ids, decode=lambda ids: decode(tokenizer, ids))
         self._base_published = False

@@ -13,6 +13,7 @@ from jppo.plugins.carriers import buckets, transports
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
+from jppo.rollout.servers.member import State
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.layout import Staging
@@ -138,10 +139,10 @@ def test_a_server_restarted_during_the_update_waits_for_the_next_publish(made, f
     serve(fakes[0])
     stages(fakes[0])
     fakes[0].answers["/health"] = (200, None)
-    until(lambda: sampler.members[0].without_weights)
+    until(lambda: sampler.members[0].state is State.WITHOUT_WEIGHTS)
     assert not fakes[0].model and whole(sampler.generate(PROMPTS, SAMPLING, version=8)), "the other one answers"
     sampler.load(changed(2).items(), version=9)
-    assert all(member.up and not member.without_weights for member in sampler.members)
+    assert all(member.up for member in sampler.members)
     assert all(has(fake, changed(2)) for fake in fakes)
 
 
@@ -158,7 +159,7 @@ def test_a_tensor_that_is_overwritten_before_it_is_sent_waits_too(made, fakes, m
         fakes[0].answers["/health"] = (503, None)
         until(lambda: not sampler.members[0].up)
         fakes[0].answers["/health"] = (200, None)
-        until(lambda: sampler.members[0].without_weights)
+        until(lambda: sampler.members[0].state is State.WITHOUT_WEIGHTS)
     sampler.load(changed(2).items(), version=9)
     assert has(fakes[0], changed(2))
 

@@ -509,7 +509,7 @@ def test_a_closed_judge_answers_all_the_same(serve):
     part.close()
     part.close()
     assert {f.result(0).error for f in futures} == {"the judge was closed before it answered"}
-    assert not part._thread.is_alive()
+    assert not part._thread.thread.is_alive()
     assert "closed" in part.submit(sample("late")).result(0).error
     assert part.metrics()["judge/errors"] == 6
 

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jppo.errors import BadRequest, UserError
+from jppo.event_loop import LoopThread, cancel_tasks
 from jppo.http_server import HttpReply, HttpRequest, HttpServer, json_object, json_reply
 from jppo.plugins.agents.gateway import process
 from jppo.plugins.agents.gateway.apis import APIS, RESPONSES
@@ -49,7 +50,7 @@ class Gateway:
         self._program = process.parse_agent(agent)
         self._language, self._rules, self._concurrency = language, rules, concurrency
         self._open: dict[str, _OpenEpisode] = {}  # by name
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: LoopThread | None = None
         self._lock = threading.Lock()
 
     async def talk(self, ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
@@ -58,32 +59,26 @@ class Gateway:
 
         async def on_engine(ids: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
             asked = ask(ids, sampling=sampling, seed=seed, near=near)
-            return await asyncio.wrap_future(context.run(asyncio.run_coroutine_threadsafe, _await(asked), engine))
+            return await asyncio.wrap_future(context.run(asyncio.run_coroutine_threadsafe, asked, engine))
 
         arguments = (self._language, self._rules, on_engine, prompt, sampling, seed)
-        future = asyncio.run_coroutine_threadsafe(self._run_episode(*arguments), self._start_loop())
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(self._start_thread().submit(self._run_episode(*arguments)))
 
     def close(self) -> None:
         """Ends all programs and the server; may be called twice."""
         with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is not None:
-            asyncio.run_coroutine_threadsafe(self._end_all(), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
-            self._thread.join()
-            loop.close()
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.close(self._end_all())
 
-    def _start_loop(self) -> asyncio.AbstractEventLoop:
-        """Returns the gateway's loop after starting the server on it."""
+    def _start_thread(self) -> LoopThread:
+        """Returns the gateway's thread after starting the server in it."""
         with self._lock:
-            if self._loop is None:
-                loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=loop.run_forever, name="jppo-gateway", daemon=True)
-                self._thread.start()
-                asyncio.run_coroutine_threadsafe(self._start(), loop).result()
-                self._loop = loop
-            return self._loop
+            if self._thread is None:
+                thread = LoopThread("jppo-gateway")
+                thread.submit(self._start()).result()
+                self._thread = thread
+            return self._thread
 
     async def _start(self) -> None:
         self._slots = asyncio.Semaphore(self._concurrency)
@@ -93,10 +88,7 @@ class Gateway:
 
     async def _end_all(self) -> None:
         self._server.close()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks()
         await self._program.close()
 
     async def _run_episode(self, *arguments: Any) -> Trajectory:
@@ -177,9 +169,3 @@ def _stream(events: Iterable[tuple[str, Any]]) -> HttpReply:
     lines = [(f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n" for name, data in pairs]
     text = "".join(lines) + ("" if all(name for name, _ in pairs) else "data: [DONE]\n\n")
     return HttpReply(text.encode(), "text/event-stream")
-
-
-async def _await(asked: Any) -> Answer:
-    """Makes a coroutine of an awaitable, as `run_coroutine_threadsafe` needs."""
-    answer: Answer = await asked
-    return answer
