@@ -22,6 +22,7 @@ from jppo.run import pairs, supervised
 from jppo.run.loop import Diverged
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
+from tests import xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "pad_token_id": None}
