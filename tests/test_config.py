@@ -904,7 +904,7 @@ def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
     train.train(checked)
     read_by_parts(small_run, monkeypatch)
     replaced = {"trainer.total_epochs", "algorithm.rollout_correction"}  # by total_training_steps, by what it names
-    assert unread(small_run, seen) == replaced
+    assert unread(small_run, seen) == replaced | {"algorithm.max_num_gen_batches"}  # of algorithm.filter_groups
     assert (pathlib.Path(small_run.trainer.run_dir) / "hf/model.safetensors").is_file()
 
 

@@ -353,6 +353,7 @@ def plan_rows(
         row_multiple=multiple,
         length_multiple=length_multiple,
         sizes=sizes,
+        most=fused.PACKED if sharding.platform(mesh) == "gpu" and c.model.attention != "xla" else None,
         **prompt_options,
     )
 

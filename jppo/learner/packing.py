@@ -85,8 +85,8 @@ def split(groups: Sequence[PromptGroup], entries: Sequence[int], capacity: int) 
     return sorted(parts, key=lambda part: -part.size)
 
 
-def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Puts each index of `sizes` into the first bin of `capacity` that has room for it."""
+def first_fit(sizes: Sequence[int], capacity: int, most: int | None = None) -> list[list[int]]:
+    """Puts each index of `sizes` into the first bin that has room for it: of `capacity`, and of `most` indices."""
     bins: list[list[int]] = []
     free = np.full(len(sizes), capacity)  # at most one bin per index
     for i, size in enumerate(sizes):
@@ -94,7 +94,7 @@ def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
         if bin_number == len(bins):
             bins.append([])
         bins[bin_number].append(i)
-        free[bin_number] -= size
+        free[bin_number] = -1 if len(bins[bin_number]) == most else free[bin_number] - size
     return bins
 
 
@@ -114,6 +114,7 @@ class Plan:
     lengths: tuple[int, ...]  # of rows, ascending
     counts: tuple[tuple[int, ...], ...]  # for each length the row counts of a micro-batch, descending
     share_rows: bool  # several trajectories in a row (segments), or one
+    most: int | None = None  # trajectories that share a row at most
     # Cost of a token in a row of each length, where a row may have a prompt once for several of its samples.
     prices: tuple[float, ...] | None = None
     shared: tuple[int, int] = (0, 0)  # the most entries of a shared prompt, and of a sample after it
@@ -139,12 +140,13 @@ def make_plan(
     shared: tuple[int, int] = (0, 0),
     price: Callable[[int], float] = lambda _: 1.0,
     sizes: Sequence[int] = (),
+    most: int | None = None,
 ) -> Plan:
     """Makes the plan for mini-batches of `sequences` trajectories of up to `max_length` tokens.
 
     kind is one of
 
-        segments  rows of `max_tokens_per_row`, shared
+        segments  rows of `max_tokens_per_row`, shared by up to `most`
         buckets   `row_lengths` lengths, evenly spaced, one trajectory a row
         none      one length, one trajectory a row
         prefix    `row_lengths` lengths up to `max_tokens_per_row`, evenly spaced, shared by samples of one prompt
@@ -175,7 +177,7 @@ def make_plan(
     if kind == "prefix":
         prices = tuple(price(length) for length in lengths)
         return Plan(tuple(lengths), tuple(counts), share_rows=True, prices=prices, shared=shared)
-    return Plan(tuple(lengths), tuple(counts), share_rows=kind == "segments")
+    return Plan(tuple(lengths), tuple(counts), share_rows=kind == "segments", most=most)
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -207,9 +209,9 @@ def _form_rows(trajectories: Sequence[Trajectory], plan: Plan) -> tuple[list[lis
     if plan.prices is not None:
         return _form_shared(trajectories, order, entries, plan)
     if plan.share_rows:
-        rows = [[order[i] for i in row] for row in first_fit([entries[i] for i in order], plan.lengths[-1])]
-        shapes = cut([plan.lengths[-1]] * len(rows), plan.shapes)
-        rows = _balance_rows(rows, sum(r for r, _ in shapes), entries, plan.lengths[-1])
+        bins = first_fit([entries[i] for i in order], plan.lengths[-1], plan.most)
+        shapes = cut([plan.lengths[-1]] * len(bins), plan.shapes)
+        rows = _balance_rows([[order[i] for i in row] for row in bins], sum(r for r, _ in shapes), entries, plan)
     else:
         rows = [[i] for i in order]
         shapes = cut([entries[i] for i in order], plan.shapes)
@@ -259,15 +261,15 @@ def cut(
     return cuts
 
 
-def _balance_rows(rows: list[list[int]], count: int, entries: Sequence[int], length: int) -> list[list[int]]:
+def _balance_rows(rows: list[list[int]], count: int, entries: Sequence[int], plan: Plan) -> list[list[int]]:
     """Spreads the trajectories in `rows` over `count` rows, each to the row with the least attention so far.
 
     This balances the devices that share the rows. If that does not fit, the rows are returned unchanged.
     """
     balanced: list[list[int]] = [[] for _ in range(count)]
-    free, attention_cost = [length] * count, [0] * count
+    free, attention_cost = [plan.lengths[-1]] * count, [0] * count
     for i in sorted((i for row in rows for i in row), key=lambda i: -entries[i]):
-        fitting = [r for r in range(count) if free[r] >= entries[i]]
+        fitting = [r for r in range(count) if free[r] >= entries[i] and len(balanced[r]) != plan.most]
         if not fitting:
             return rows
         r = min(fitting, key=lambda r: (attention_cost[r], -free[r]))

@@ -3,8 +3,7 @@
 `choose_kernel` names the kernel, `make_attention` builds it with the signature of `attention.Attend`:
 
     xla     any device        every feature, shared prompts too; it holds the scores
-    cudnn   NVIDIA's GPUs     rows of one trajectory, bfloat16 or float16, sliding windows
-    pallas  GPUs, by Triton   shared rows, float32 too
+    cudnn   NVIDIA's GPUs     bfloat16 or float16, sliding windows; shared rows on Hopper and newer
     splash  TPUs              shared rows, float32 too, sliding windows, soft cap, sinks
 """
 
@@ -24,10 +23,11 @@ from jppo.errors import UserError
 from jppo.models.attention import NAME, Attend, Windows, make_plain
 from jppo.models.sequence_parallel import EXCHANGED, Split, repeat_heads, row_axes
 
-NAMES = ("auto", "xla", "cudnn", "pallas", "splash")
+NAMES = ("auto", "xla", "cudnn", "splash")
 
-_BACKENDS = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}
-_AUTO = {"gpu": ("cudnn", "pallas"), "tpu": ("splash",)}  # the first supported one
+_BACKENDS = {"cudnn": "gpu", "splash": "tpu"}
+_AUTO = {backend: kernel for kernel, backend in _BACKENDS.items()}
+PACKED = 16  # trajectories that a row may hold for cuDNN: each takes the room of a row's softmax sums
 
 _TILE = 128  # lengths are padded to multiples of it
 
@@ -67,13 +67,13 @@ def choose_kernel(
 ) -> tuple[str, str | None]:
     """Resolves `name` to a kernel on `backend` ('cpu', 'gpu' or 'tpu'); returns also the reason if none is fused.
 
-    A named kernel that lacks a requirement is a UserError. 'auto' takes a supported one, and XLA with a one-sentence
-    reason if the backend's fused kernels do not fit. Within one tile Pallas saves little memory and compiles longer, so
-    rows of one trajectory have XLA there. `gpu` is the compute capability of a GPU.
+    A named kernel that lacks a requirement is a UserError. 'auto' takes the backend's, and XLA with a one-sentence
+    reason if that does not fit. `gpu` is the compute capability of a GPU.
     """
     if name not in NAMES:
         raise UserError(f"{setting}={name!r} must be one of {', '.join(NAMES)}")
-    if needs.shared is not None and (window := _first_window(needs)) is not None:
+    window = next((window for window in needs.used_windows if window is not None), None)
+    if needs.shared is not None and window is not None:
         raise UserError(
             f"data.packing=prefix: the model has a sliding window of {window} tokens, less than a prompt and a response"
             f" may have ({needs.longest}), and it would attend to other samples; use data.packing=buckets"
@@ -85,14 +85,11 @@ def choose_kernel(
         return _unsupported_reason(kernel, needs, gpu if backend == "gpu" else None)
 
     if name == "auto":
-        reasons = {kernel: reason(kernel) for kernel in _AUTO.get(backend, ())}
-        supported = [kernel for kernel, fault in reasons.items() if fault is None]
-        if supported == ["pallas"] and needs.one_segment and needs.longest is not None and needs.longest <= _TILE:
+        if (kernel := _AUTO.get(backend)) is None:
             return "xla", None
-        if supported or not reasons:
-            return (supported[0] if supported else "xla"), None
-        faults = "; ".join(f"{kernel}: {fault}" for kernel, fault in reasons.items())
-        return "xla", f"no fused attention, so the scores of whole rows are held in memory ({faults})"
+        if (fault := reason(kernel)) is None:
+            return kernel, None
+        return "xla", f"no fused attention, so the scores of whole rows are held in memory ({kernel}: {fault})"
     if name != "xla" and (fault := reason(name)) is not None:
         raise UserError(f"{setting}={name}: {fault}; use {setting}=auto")
     return name, None
@@ -110,7 +107,8 @@ def make_attention(
         return make_plain(scale=needs.scale, softcap=needs.softcap, windows=needs.used_windows, shared=needs.shared)
     if (fault := _unsupported_reason(kernel, needs, None)) is not None:
         raise UserError(f"attention by {kernel}: {fault}; use xla")
-    makers = {"cudnn": _make_cudnn, "pallas": _make_pallas, "splash": _make_splash}
+    cudnn = _make_cudnn if needs.one_segment else _make_packed_cudnn
+    makers = {"cudnn": cudnn, "splash": _make_splash}
     make_kernel = functools.partial(makers[kernel], needs, interpret=interpret)
     windows = tuple(dict.fromkeys(needs.used_windows))
     kernels = [_shard(_pad_to_tiles(make_kernel(window)), mesh, split) for window in windows]
@@ -137,15 +135,9 @@ def make_attention(
     return attend
 
 
-def _first_window(needs: Needs) -> int | None:
-    """Returns the first window with an effect."""
-    return next((window for window in needs.used_windows if window is not None), None)
-
-
 def _unsupported_reason(kernel: str, needs: Needs, gpu: tuple[int, int] | None) -> str | None:
     """Returns why a kernel does not support these needs, else None. `gpu` None: any GPU that supports it."""
     dtype, A = jnp.dtype(needs.dtype), needs.head_dim
-    window = _first_window(needs)
     if needs.shared is not None:
         return "it lets a token see its own segment alone, and data.packing=prefix has prompts that several see"
     if gpu is not None and gpu < (8, 0):
@@ -157,17 +149,15 @@ def _unsupported_reason(kernel: str, needs: Needs, gpu: tuple[int, int] | None) 
         return "it has no attention sinks, and the model has one for each head"
     if kernel == "cudnn":
         max_head_dim = 128 if gpu is not None and gpu < (9, 0) else 256
-        if not needs.one_segment:
-            return "it takes rows of one trajectory each, and data.packing=segments shares them"
+        if not needs.one_segment and gpu is not None and gpu < (9, 0):
+            return (
+                "it takes rows of several trajectories, as of data.packing=segments, from compute capability 9.0 on,"
+                f" and this GPU has {gpu[0]}.{gpu[1]}"
+            )
         if dtype not in (jnp.bfloat16, jnp.float16):
             return f"it computes in bfloat16 or float16, and the model in {dtype}"
         if A % 8 or max_head_dim < A:
             return f"it takes heads of a multiple of 8 up to {max_head_dim}, and the model's head_dim is {A}"
-    if kernel == "pallas":
-        if window is not None:
-            return f"it has no sliding window, and the model has one of {window} tokens"
-        if not 16 <= A <= 256:
-            return f"it takes heads of 16 to 256, and the model's head_dim is {A}"
     return None
 
 
@@ -188,33 +178,62 @@ def _make_cudnn(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel
     return kernel
 
 
-def _make_pallas(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
-    """Makes attention by JAX's Triton kernel (NVIDIA GPUs)."""
-    from jax.experimental.pallas.ops.gpu import attention as triton
+def _make_packed_cudnn(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:
+    """Makes attention by cuDNN's kernel for rows of up to `PACKED` trajectories, each by its offset in the row.
 
-    assert window is None and needs.softcap is None
-    blocks = triton.BlockSizes(**_triton_blocks(needs.head_dim, jnp.dtype(needs.dtype).itemsize))
+    The kernel leaves what lies in no trajectory unwritten, forward and backward: zeros are selected there.
+    """
 
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, _: jax.Array | None) -> jax.Array:
-        shared = q.shape[2] // k.shape[2]
-        k, v = (jnp.repeat(x, shared, axis=2) for x in (k, v))  # it needs as many key/value heads as query heads
-        out: jax.Array = triton.mha(q, k, v, segment, needs.scale, causal=True, block_sizes=blocks, interpret=interpret)
-        return out
+        filled = (segment > 0)[..., None, None]
+        q, k, v = (jnp.where(filled, x, 0) for x in (q, k, v))
+        attend = _attend_packed_by_xla if interpret else _attend_packed
+        return jnp.where(filled, attend(q, k, v, *find_segments(segment), needs.scale, window), 0)
 
     return kernel
 
 
-def _triton_blocks(head_dim: int, itemsize: int) -> dict[str, Any]:
-    """Returns the block sizes of queries and keys that fit in 96 KiB of shared memory, which every such GPU has.
+def find_segments(segment: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the starts and lengths of the trajectories in each row, [R, PACKED] int32, in order; -1 for none."""
+    here = segment[:, None] == jnp.arange(1, PACKED + 1)[None, :, None]
+    length = here.sum(-1, dtype=jnp.int32)
+    present = length > 0
+    return jnp.where(present, jnp.argmax(here, -1).astype(jnp.int32), -1), jnp.where(present, length, -1)
 
-    Forward holds its queries, and double-buffered keys and values; backward holds 6 blocks.
-    """
-    head_bytes = itemsize * 2 ** math.ceil(math.log2(head_dim))
-    max_rows = 96 * 2**10 // head_bytes
-    q, k = next((q, k) for q, k in ((128, 128), (128, 64), (64, 32), (32, 16)) if q + 4 * k <= max_rows)
-    backward_block = 32 if max_rows >= 6 * 32 else 16
-    backward = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), backward_block)
-    return dict(block_q=q, block_k=k, **backward)
+
+def _attend_packed(
+    q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, length: jax.Array, scale: float, window: int | None
+) -> jax.Array:
+    """Calls cuDNN's attention with offsets, which JAX does not export."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+        mask, attend = cudnn.MaskType.PADDING_CAUSAL, cudnn.dot_product_attention
+    except (ImportError, AttributeError) as e:
+        raise UserError(
+            f"JAX {jax.__version__} has no attention by cuDNN over rows of several trajectories; use"
+            " data.packing=buckets or model.attention=xla"
+        ) from e
+    if jax.__version_info__ < (0, 12):  # which takes the keys' offsets for those of as many heads as the queries'
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    offsets = jnp.pad(start, ((0, 0), (0, 1)), constant_values=-1)
+    out: jax.Array = attend(
+        q, k, v, None, None, length, length, offsets, offsets,
+        scale=scale, mask_type=mask, sliding_window_length=window,
+    )  # fmt: skip
+    return out
+
+
+def _attend_packed_by_xla(
+    q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, length: jax.Array, scale: float, window: int | None
+) -> jax.Array:
+    """Computes what cuDNN does with these offsets."""
+    at = jnp.arange(q.shape[1])[None, None]
+    inside = (start[..., None] <= at) & (at < (start + length)[..., None])  # [R, PACKED, T]
+    before = at.swapaxes(1, 2) - at  # positions from a key to a query
+    near = (before >= 0) & (before < (q.shape[1] if window is None else window))
+    seen = jnp.any(inside[..., None] & inside[:, :, None], axis=1) & near
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], scale=scale, implementation="xla")
 
 
 def _make_splash(needs: Needs, window: int | None, *, interpret: bool) -> _Kernel:

@@ -31,8 +31,8 @@ class Trunk(Section):
     remat: str = setting("none", "Activations recomputed in the backward pass. none: all are kept; dots: products and"
         " attention are kept; attention: attention is kept; full: none are kept; auto: what fits in memory",
         choices=("none", "dots", "attention", "full", "auto"))
-    attention: str = setting("auto", "Attention kernel. cudnn and pallas are for GPUs, splash for TPUs; auto: what"
-        " suits the devices", choices=("auto", "xla", "cudnn", "pallas", "splash"))
+    attention: str = setting("auto", "Attention kernel. cudnn is for GPUs, splash for TPUs; auto: what suits the"
+        " devices", choices=("auto", "xla", "cudnn", "splash"))
     compiler_options: str = setting("auto", "XLA options of the passes. auto: those measured as faster on the devices;"
         " none: XLA's defaults", choices=("auto", "none"))
     lora_rank: int = setting(0, "Rank of LoRA adapters, which alone are trained. 0: no adapters, all weights are"

@@ -91,9 +91,10 @@ def ragged(lengths, seed=0):
     tokens_per_micro=st.sampled_from([1, 30, 64, 100, 333, 5000]),
     row_multiple=st.sampled_from([1, 2, 3, 8]),
     row_lengths=st.integers(1, 4),
+    most=st.sampled_from([None, 1, 2, 3]),
 )
-def test_every_trajectory_once_in_a_shape_of_the_plan(lengths, kind, tokens_per_micro, row_multiple, row_lengths):
-    how = dict(tokens_per_micro=tokens_per_micro, row_multiple=row_multiple, row_lengths=row_lengths)
+def test_every_trajectory_once_in_a_shape_of_the_plan(lengths, kind, tokens_per_micro, row_multiple, row_lengths, most):
+    how = dict(tokens_per_micro=tokens_per_micro, row_multiple=row_multiple, row_lengths=row_lengths, most=most)
     p = plan(kind, sequences=max(1, len(lengths)), **how)
     some = ragged(lengths)
     micros = packing.pack(some, range(100, 100 + len(some)), p)
@@ -103,6 +104,7 @@ def test_every_trajectory_once_in_a_shape_of_the_plan(lengths, kind, tokens_per_
     for r, t in p.shapes:
         assert r % row_multiple == 0
         assert r * t <= max(tokens_per_micro, row_multiple * t)
+    assert all(rows.segment.max() <= (most or len(lengths)) for rows in micros)
     found = entries(micros)
     assert found.keys() == {100 + i for i, n in enumerate(lengths) if n > 1}
     for i, t in enumerate(some):
@@ -165,7 +167,8 @@ def test_rows_that_are_shared_have_as_much_attention():
 
 def test_of_rows_with_equal_attention_the_emptier_one_is_filled():
     """5² = 4² + 3²: the row with 5 tokens has more room than that with 7."""
-    assert packing._balance_rows([[0, 1, 2, 3]], 2, [5, 4, 3, 2], 9) == [[0, 3], [1, 2]]
+    p = packing.Plan((9,), ((2,),), share_rows=True)
+    assert packing._balance_rows([[0, 1, 2, 3]], 2, [5, 4, 3, 2], p) == [[0, 3], [1, 2]]
 
 
 @pytest.mark.parametrize("sizes,counts", [((12, 8), (4,)), ((12, 6), (4, 1)), ((), (4, 1))])

@@ -72,8 +72,6 @@ def assert_agree(rng, kernel, asked, *, kind=0, mesh=None, exact=None, **shape):
 @pytest.mark.parametrize(
     "kernel, changes, kind",
     [
-        ("pallas", dict(), 0),
-        ("pallas", dict(dtype="bfloat16", head_dim=20), 0),
         ("splash", dict(), 0),
         ("splash", dict(dtype="bfloat16", softcap=2.0), 0),
         ("splash", dict(softcap=1.0, windows=(3,)), 0),
@@ -84,53 +82,63 @@ def assert_agree(rng, kernel, asked, *, kind=0, mesh=None, exact=None, **shape):
         ("cudnn", dict(dtype="bfloat16", one_segment=True), 0),
         ("cudnn", dict(dtype="bfloat16", one_segment=True, windows=(None, 3)), 0),
         ("cudnn", dict(dtype="bfloat16", one_segment=True, windows=(None, 3)), 1),
+        ("cudnn", dict(dtype="bfloat16"), 0),
+        ("cudnn", dict(dtype="bfloat16", windows=(None, 3)), 1),
     ],
 )
 def test_a_kernel_gives_what_xla_gives(rng, kernel, changes, kind):
     assert_agree(rng, kernel, needs(**changes), kind=kind)
 
 
-@pytest.mark.parametrize("kernel, heads", [("pallas", (3, 3)), ("splash", (3, 1)), ("splash", (2, 2))])
-def test_any_number_of_heads_shares_keys(rng, kernel, heads):
-    H, K = heads
-    assert_agree(rng, kernel, needs(), T=128, H=H, K=K, longest=50)
+@pytest.mark.parametrize("H, K", [(3, 1), (2, 2)])
+def test_any_number_of_heads_shares_keys(rng, H, K):
+    assert_agree(rng, "splash", needs(), T=128, H=H, K=K, longest=50)
 
 
-@pytest.mark.parametrize("kernel, sizes", [("pallas", (24, 10)), ("splash", (14, 24))])
-def test_values_may_have_another_size_than_keys(rng, kernel, sizes):
-    assert_agree(rng, kernel, needs(head_dim=24), T=128, longest=50, sizes=sizes)
+@pytest.mark.parametrize("sizes", [(14, 24), (24, 10)])
+def test_values_may_have_another_size_than_keys(rng, sizes):
+    assert_agree(rng, "splash", needs(head_dim=24), T=128, longest=50, sizes=sizes)
 
 
 def test_a_window_as_long_as_the_longest_trajectory_is_none(rng):
     assert needs(windows=(None, 50), longest=51).used_windows == needs(windows=(None, 50)).used_windows == (None, 50)
     asked = needs(windows=(None, 50), longest=50)
     assert asked.used_windows == (None, None)
-    assert_agree(rng, "pallas", asked, kind=1, T=128, longest=50, exact=needs(windows=(None, 50)))
+    assert_agree(rng, "splash", asked, kind=1, T=128, longest=50, exact=needs(windows=(None, 50)))
 
 
 # 4 query and 2 key/value heads: tensor divides both, only the query heads, and none.
 @pytest.mark.parametrize(
     "kernel, shape",
     [
-        ("pallas", (2, 2, 2)),
+        ("packed cudnn", (2, 2, 2)),
         ("splash", (1, 4, 2)),
         ("splash with sinks", (1, 2, 2, 2)),
         ("splash", (2, 1, 4)),
         ("cudnn", (2, 1, 4)),
-        ("pallas", (1, 1, 8)),
+        ("splash", (1, 1, 8)),
         ("splash", (2, 1, 2, 2)),
-        ("pallas", (1, 2, 1, 4)),
+        ("packed cudnn", (1, 2, 1, 4)),
     ],
 )
 def test_a_mesh_changes_nothing(rng, kernel, shape):
     mesh = mesh_of_shape(shape)
     changes = {
-        "pallas": dict(),
+        "packed cudnn": dict(dtype="bfloat16", windows=(None, 30)),
         "splash": dict(windows=(None, 30)),
         "splash with sinks": dict(windows=(None, 30), sinks=True),
         "cudnn": dict(dtype="bfloat16", one_segment=True, windows=(None, 30)),
     }
-    assert_agree(rng, kernel.split()[0], needs(**changes[kernel]), kind=-1, mesh=mesh, R=4, T=128, longest=50)
+    assert_agree(
+        rng,
+        kernel.split()[-1] if "packed" in kernel else kernel.split()[0],
+        needs(**changes[kernel]),
+        kind=-1,
+        mesh=mesh,
+        R=4,
+        T=128,
+        longest=50,
+    )
 
 
 def test_a_whole_model_with_two_kinds_of_layers(hf_config, rng, quick_compilation):
@@ -202,12 +210,43 @@ def test_cudnn_is_asked_for_what_is_needed(cudnn, spread):
     assert (masks, scales, windows) == ({"CAUSAL"}, {"0.3"}, {"0", "50"})  # 0 is none
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
-def test_the_pallas_kernels_are_valid_triton(dtype, head_dim):
-    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-        text = program("pallas", needs(dtype=dtype, head_dim=head_dim), "cuda")
-    assert len(re.findall(r"custom_call @__gpu\$xla\.gpu\.triton", text)) == 3  # forward and two of the gradient
+def test_packed_rows_are_asked_for_by_their_offsets(cudnn, monkeypatch):
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_compute_capability", lambda _: True)
+    text = program("cudnn", needs(dtype="bfloat16", head_dim=256, windows=(None, 50)), "cuda").replace("\\22", "")
+    assert set(re.findall(r"mask_type: (\w+)", text)) == {"PADDING_CAUSAL"}
+    assert set(re.findall(r"max_seg_per_batch: (\d+)", text)) == {str(fused.PACKED)}
+    assert set(re.findall(r"sliding_window_length: (\d+)", text)) == {"0", "50"}
+
+
+def test_the_segments_of_a_row_are_its_trajectories_in_order():
+    rows = np.zeros((3, 40), np.int32)
+    rows[0, :30] = np.repeat([1, 2, 3], [5, 20, 5])
+    rows[2] = np.repeat(np.arange(1, fused.PACKED + 1), [2] * 8 + [3] * 8)  # as many as a row may hold
+    start, length = (np.asarray(x) for x in fused.find_segments(jnp.asarray(rows)))
+    assert start[0, :4].tolist() == [0, 5, 25, -1] and length[0, :4].tolist() == [5, 20, 5, -1]
+    assert (start[1] == -1).all() and (length[1] == -1).all()
+    assert length[2].tolist() == [2] * 8 + [3] * 8 and (start[2][1:] == np.cumsum(length[2])[:-1]).all()
+
+
+def test_what_no_trajectory_holds_is_selected_away_forward_and_backward(monkeypatch):
+    """cuDNN leaves it unwritten: here it is NaN."""
+
+    def unwritten(q, k, v, start, length, scale, window):
+        @jax.custom_vjp
+        def attend(q, k, v):
+            return spoilt(q)
+
+        inside = jnp.arange(q.shape[1]) < 20
+        spoilt = lambda x: jnp.where(inside[:, None, None], x, jnp.nan)  # noqa: E731
+        attend.defvjp(lambda q, k, v: (spoilt(q), (k, v)), lambda kv, g: (spoilt(g), *map(spoilt, kv)))
+        return attend(q, k, v)
+
+    monkeypatch.setattr(fused, "_attend_packed", unwritten)
+    attend = fused.make_attention("cudnn", needs(dtype="bfloat16"))
+    x = jnp.ones((1, 128, 2, 16), jnp.bfloat16)
+    segment = jnp.where(jnp.arange(128) < 20, 1, 0)[None]
+    out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, segment, 0), x, x, x)
+    assert all(np.isfinite(np.asarray(y, np.float32)).all() for y in (out, *pull(jnp.ones_like(out))))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -223,14 +262,8 @@ def test_the_splash_kernels_are_valid_mosaic(dtype, head_dim, more):
     assert len(kernels) >= 2 * 2  # forward and backward, of both windows
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
-def test_blocks_fit_in_shared_memory_and_divide_a_tile(head_dim, itemsize):
-    blocks = fused._triton_blocks(head_dim, itemsize)
-    row = itemsize * {96: 128}.get(head_dim, head_dim)  # heads are filled up to a power of two
-    assert (blocks["block_q"] + 4 * blocks["block_k"]) * row <= 99 * 1024
-    assert 6 * blocks["block_q_dq"] * row <= 99 * 1024
-    assert all(128 % size == 0 and size >= 16 for size in blocks.values())
+@pytest.mark.parametrize("row", [32, 128, 512, 1024])
+def test_blocks_fit_in_a_cores_memory_and_divide_a_row(row):
     largest = fused._splash_blocks(1024, row)["block_q"]
     assert largest * row <= 256 * 1024 and (largest == 1024 or 2 * largest * row > 256 * 1024)
 
@@ -251,16 +284,16 @@ SHARED = ROW | dict(one_segment=False, shared=(64, 32))
         ("gpu", (7, 5), ROW, "xla"),
         ("gpu", (0, 0), ROW, "xla"),
         ("gpu", (9, 0), ROW | dict(dtype="float16"), "cudnn"),
-        ("gpu", (9, 0), ROW | dict(dtype="float32"), "pallas"),
-        ("gpu", (9, 0), ROW | dict(one_segment=False), "pallas"),
+        ("gpu", (9, 0), ROW | dict(dtype="float32"), "xla"),
+        ("gpu", (9, 0), ROW | dict(one_segment=False), "cudnn"),
+        ("gpu", (8, 0), ROW | dict(one_segment=False), "xla"),
         ("gpu", (9, 0), SHARED, "xla"),
-        ("gpu", (9, 0), ROW | dict(head_dim=100), "pallas"),
+        ("gpu", (9, 0), ROW | dict(head_dim=100), "xla"),
         ("gpu", (9, 0), ROW | dict(head_dim=256), "cudnn"),
-        ("gpu", (8, 9), ROW | dict(head_dim=256), "pallas"),
+        ("gpu", (8, 9), ROW | dict(head_dim=256), "xla"),
         ("gpu", (9, 0), ROW | dict(head_dim=264), "xla"),
         ("gpu", (9, 0), MISTRAL | dict(one_segment=True), "cudnn"),
-        ("gpu", (9, 0), MISTRAL, "xla"),
-        ("gpu", (9, 0), MISTRAL | dict(longest=4096), "pallas"),
+        ("gpu", (9, 0), MISTRAL, "cudnn"),
         ("gpu", (9, 0), GEMMA2 | dict(one_segment=True), "xla"),
         ("gpu", (9, 0), GPT_OSS, "xla"),
         ("tpu", None, GPT_OSS, "splash"),
@@ -279,45 +312,29 @@ def test_auto_takes_the_kernel_that_can(backend, gpu, changes, expected):
     fused.make_attention(kernel, needs(**changes))
 
 
-def test_auto_takes_no_pallas_for_rows_within_a_tile():
-    """128 positions, of one trajectory: packed rows are longer. cuDNN has such rows, too."""
-
-    def chosen(**changes):
-        return fused.choose_kernel("auto", needs(**ROW | changes), backend="gpu", gpu=(9, 0))
-
-    assert chosen(dtype="float32", longest=128) == ("xla", None)
-    assert chosen(dtype="float32", longest=129) == ("pallas", None)
-    assert chosen(dtype="float32", longest=128, one_segment=False) == ("pallas", None)
-    assert chosen(longest=128) == ("cudnn", None)
-
-
 def test_auto_says_why_nothing_is_fused():
     _, why = fused.choose_kernel("auto", needs(**GEMMA2), backend="gpu", gpu=(9, 0))
     cap = "it has no soft cap, and the model caps its scores at 50"
-    assert why == f"no fused attention, so the scores of whole rows are held in memory (cudnn: {cap}; pallas: {cap})"
+    assert why == f"no fused attention, so the scores of whole rows are held in memory (cudnn: {cap})"
 
 
 @pytest.mark.parametrize(
     "name, backend, gpu, changes, said",
     [
-        ("flash", "gpu", (9, 0), {}, "'flash' must be one of auto, xla, cudnn, pallas, splash"),
+        ("flash", "gpu", (9, 0), {}, "'flash' must be one of auto, xla, cudnn, splash"),
         ("cudnn", "cpu", None, {}, "it runs on a gpu, and the devices are of platform cpu"),
-        ("pallas", "tpu", None, {}, "it runs on a gpu, and the devices are of platform tpu"),
+        ("cudnn", "tpu", None, {}, "it runs on a gpu, and the devices are of platform tpu"),
         ("splash", "gpu", (9, 0), {}, "it runs on a tpu, and the devices are of platform gpu"),
         ("cudnn", "gpu", (7, 5), ROW, "compute capability 8.0 or more, and this one has 7.5"),
-        ("pallas", "gpu", (0, 0), ROW, "compute capability 8.0 or more, and this one has none"),
-        ("cudnn", "gpu", (9, 0), ROW | dict(one_segment=False), "data.packing=segments"),
+        ("cudnn", "gpu", (0, 0), ROW, "compute capability 8.0 or more, and this one has none"),
+        ("cudnn", "gpu", (8, 9), ROW | dict(one_segment=False), "from compute capability 9.0 on, and this GPU has 8.9"),
         ("cudnn", "gpu", (9, 0), SHARED, "data.packing=prefix has prompts that several see"),
-        ("pallas", "gpu", (9, 0), SHARED, "data.packing=prefix has prompts that several see"),
         ("splash", "tpu", None, SHARED, "data.packing=prefix has prompts that several see"),
         ("cudnn", "gpu", (9, 0), ROW | dict(dtype="float32"), "bfloat16 or float16, and the model in float32"),
         ("cudnn", "gpu", (9, 0), ROW | dict(head_dim=100), "up to 256, and the model's head_dim is 100"),
         ("cudnn", "gpu", (8, 6), ROW | dict(head_dim=192), "up to 128, and the model's head_dim is 192"),
         ("cudnn", "gpu", (9, 0), GEMMA2, "no soft cap, and the model caps its scores at 50"),
-        ("pallas", "gpu", (9, 0), GEMMA2, "no soft cap, and the model caps its scores at 50"),
         ("cudnn", "gpu", (9, 0), GPT_OSS, "no attention sinks, and the model has one for each head"),
-        ("pallas", "gpu", (9, 0), MISTRAL, "no sliding window, and the model has one of 4096 tokens"),
-        ("pallas", "gpu", (9, 0), ROW | dict(head_dim=8), "heads of 16 to 256, and the model's head_dim is 8"),
     ],
 )
 def test_a_kernel_asked_for_by_name_must_be_able(name, backend, gpu, changes, said):
@@ -337,7 +354,7 @@ def test_windows_that_count_a_row_are_none_of_shared_prompts():
 
 
 def test_no_kernel_is_made_that_would_leave_something_out():
-    for kernel, changes in (("pallas", MISTRAL), ("cudnn", GPT_OSS), ("cudnn", dict(one_segment=True))):
+    for kernel, changes in (("cudnn", GEMMA2), ("cudnn", GPT_OSS), ("cudnn", dict(one_segment=True))):
         with pytest.raises(UserError, match=f"attention by {kernel}: .*; use xla"):
             fused.make_attention(kernel, needs(**changes))
 

@@ -131,6 +131,7 @@ def devices_of(machine: Machine) -> list[Any]:
     options: dict[str, Any]
     if isinstance(chip, Gpu):
         name, platform = "", "cuda"
+        _describe_capability(chip)
         options = dict(target_config=target_config(chip, CUDNN), topology=f"1x{machine.groups}x{machine.each}")
     else:
         assert isinstance(chip, Tpu)
@@ -146,6 +147,13 @@ def devices_of(machine: Machine) -> list[Any]:
         return list(topologies.get_topology_desc(name, platform, **options).devices)
     except jax.errors.JaxRuntimeError as e:
         raise UserError(f"--machine={machine.name}: its compiler says: {' '.join(str(e).split())[:300]}") from e
+
+
+def _describe_capability(gpu: Gpu) -> None:
+    """Tells JAX's attention by cuDNN the capability, for which it asks the first GPU of the machine."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    cudnn.check_compute_capability = lambda least: gpu.capability >= tuple(map(int, least.split(".")))
 
 
 if __name__ == "__main__":
