@@ -19,8 +19,7 @@ import rich.console
 
 from jppo import settings
 from jppo.errors import UserError
-from jppo.preflight import checks as run
-from jppo.preflight import machine
+from jppo.preflight import checks, machine
 from jppo.preflight.finding import GIB, Finding, check_room, print_findings
 from jppo.preflight.memory_budget import available_memory
 from jppo.settings import Settings
@@ -63,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if any(word.startswith("--config") for word in argv):
         c, server = read_run(argv)
-        sys.exit(print_findings(run.doctor(c, server=server), rich.console.Console()))
+        sys.exit(print_findings(checks.doctor(c, server=server), rich.console.Console()))
     parser = settings.Parser("jppo.doctor", __doc__)
     parser.add_argument("--python", default="", help="the interpreter that has vLLM, as in rollout.python")
     args = parser.parse_args(argv)

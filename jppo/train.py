@@ -83,7 +83,10 @@ def ppo_step(run: Run, now: TrainState) -> Step:
 
 
 def end_step(run: Run, now: TrainState, data: Batch, episodes: Episodes, metrics: dict[str, float]) -> TrainState:
-    """Returns the state after the updates of a step; if one was skipped, writes its batch to a file in bad_steps/."""
+    """Ends a step whose updates are in `now`: next number, β, value statistics, bad steps.
+
+    If an update was skipped, writes its batch to bad_steps/.
+    """
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
         run.logger.arrays(f"step_{int(now.step) + 1}", batch.arrays(data, episodes.trajectories))
@@ -92,7 +95,7 @@ def end_step(run: Run, now: TrainState, data: Batch, episodes: Episodes, metrics
         metrics["actor/reward_kl_penalty"],
         bad=bad,
         learned=bool(data.mask.any()),
-        adapt_kl=run.learner.recipe.adapt_kl if data.sampled.any() else None,
+        adapt_kl=run.learner.recipe.adapt_kl if data.sampled.any() else None,  # given tokens have no KL
         value_norm=data.get("value_norm"),
     )
 

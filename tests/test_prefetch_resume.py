@@ -381,8 +381,8 @@ def test_prompts_that_are_left_over_make_a_shorter_last_step():
         trajectories.Step(5, 7, np.array([7, 8]), {"at": 2}, frozenset({1}), found[1]),
     ]
     first, last = trajectories._regroup(kept, 3, {"at": 9})
-    assert (first.step, first.version, first.indices.tolist(), first.left) == (3, 9, [5, 6], {0, 1})
-    assert (last.step, last.version, last.indices.tolist(), last.left) == (4, 7, [8], {0})
+    assert (first.step, first.version, first.indices.tolist(), first.untrained) == (3, 9, [5, 6], {0, 1})
+    assert (last.step, last.version, last.indices.tolist(), last.untrained) == (4, 7, [8], {0})
     assert (first.after, first.found) == ({"at": 9}, found[0])
     assert (last.after, last.found) == ({"at": 9}, (trajectories.Found(2, {1: "f"}, {0: "reward"}),))
 

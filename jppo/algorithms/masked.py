@@ -39,8 +39,8 @@ def variance(moments: Array) -> Array:
 def whiten(x: Array, mask: Array) -> Array:
     """(x - mean) / √(var + 1e-8) where the mask keeps, 0 elsewhere; mean and variance are over all kept entries."""
     chex.assert_equal_shape([x, mask])
-    statistics = moments(x, mask)
-    return jnp.where(mask, x - statistics[1], 0.0) * (variance(statistics) + 1e-8) ** -0.5
+    _, mean, _ = statistics = moments(x, mask)
+    return jnp.where(mask, x - mean, 0.0) * (variance(statistics) + 1e-8) ** -0.5
 
 
 def at_kept(x: Array, mask: Array) -> Array:  # [B] -> [B, L]

@@ -150,7 +150,7 @@ def _number(env: Mapping[str, str], name: str, *, least: int) -> int:
 
 
 def _bind_address(place: HostPlace) -> str | None:
-    """Returns the given address as the only one to listen at; None: all addresses."""
+    """Returns the address at which host 0's coordinator listens, the given one; None: at all of its addresses."""
     host, _, port = place.address.rpartition(":")
     if place.rank:
         return None

@@ -204,7 +204,11 @@ class LatentAttention(Block):
     def __call__(
         self, x: jax.Array, positions: LayerPositions, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Computes attention of x [R, T, D]; returns it with the extended cache, if there is one."""
+        """Computes attention of x [R, T, D]; returns it with the extended cache, if there is one.
+
+        Without a cache, keys and values are expanded from the latents. With one, queries are taken to the latents,
+        which are cached and attended to as one head. Both scale by cfg.query_scale, not by q's size.
+        """
         cfg, spec = self.cfg, self.cfg.latent
         assert spec is not None
         D, H, C, N, W = cfg.hidden_size, cfg.num_heads, spec.rank, spec.plain_dim, spec.value_dim
@@ -244,5 +248,5 @@ class LatentAttention(Block):
         """Returns the kernel from latents to keys and values [C, H, N + W], its adapter merged."""
         variables = self.variables
         kernel: jax.Array = variables["params"]["kv_b"]["kernel"].astype(dtype)
-        adapter = variables.get(lora.COLLECTION, {}).get("kv_b")
+        adapter = variables.get(lora.COLLECTION, {}).get("kv_b")  # whose B has its scale already (`lora.variables`)
         return kernel if adapter is None else kernel + product("cz,zhu->chu", adapter["a"].astype(dtype), adapter["b"])

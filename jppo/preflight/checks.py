@@ -71,7 +71,7 @@ def dry_run_of_ppo(c: Settings, request: DryRun) -> str:
     run, findings = RunInputs(c), list(machine_findings(c))
     text = reports.report_here(request, *run.estimate)
     with contextlib.ExitStack() as stack:
-        findings += examine(checks(run, stack, ask=False), failed=failures(findings))
+        findings += examine(checks(run, stack, call_scorers=False), failed=failures(findings))
     return with_findings(text, findings)
 
 
@@ -154,13 +154,13 @@ def doctor_checks(c: Settings, stack: contextlib.ExitStack, *, server: bool) -> 
         needs=("model files",),
         limit_s=2 * models_and_data.PARITY_LIMIT_S,
     )
-    return [*checks(run, stack, ask=True), parity, *(server_checks(run, stack) if server else ())]
+    return [*checks(run, stack, call_scorers=True), parity, *(server_checks(run, stack) if server else ())]
 
 
-def checks(run: RunInputs, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]:
-    """Lists the checks that need no server; without `ask`, judges and reward models are not called."""
+def checks(run: RunInputs, stack: contextlib.ExitStack, *, call_scorers: bool) -> list[Check]:
+    """Lists the checks that need no server; without `call_scorers`, no judge, reward model or teacher is called."""
     c = run.c
-    logging, _ = with_scratch_folder(c, stack)
+    in_scratch, _ = with_scratch_folder(c, stack)
 
     def check_disk() -> Iterator[Finding]:
         export = memory.engine_bytes(run.inputs.policy, c.model.param_dtype)
@@ -172,9 +172,9 @@ def checks(run: RunInputs, stack: contextlib.ExitStack, *, ask: bool) -> list[Ch
 
     def check_reward() -> Iterator[Finding]:
         require_reward(c, run.inputs)
-        if not ask and (c.reward.judge.api_type or c.reward.model.path):
+        if not call_scorers and (c.reward.judge.api_type or c.reward.model.path):
             return models_and_data.check_scorers(c)
-        return models_and_data.check_reward(logging, run.inputs, run.mesh)
+        return models_and_data.check_reward(in_scratch, run.inputs, run.mesh)
 
     teacher = Check("teacher", lambda: models_and_data.check_reference_server(c, run.inputs), needs=("data",))
     has_servers = c.rollout.name != "inprocess"  # by a server with a port
@@ -187,7 +187,7 @@ def checks(run: RunInputs, stack: contextlib.ExitStack, *, ask: bool) -> list[Ch
         Check("sampling", lambda: models_and_data.check_sampling(c)),
         Check("data", lambda: models_and_data.check_data(c, run.inputs), needs=("tokenizer",), limit_s=READ_S),
         Check("reward", check_reward, needs=("data",), limit_s=READ_S),
-        *([teacher] if ask and c.ref.url else []),
+        *([teacher] if call_scorers and c.ref.url else []),
         Check("memory", lambda: machine.check_memory(run.estimate[2]), needs=("data",), limit_s=COMPILE_S),
         *([Check("publish room", check_publish_room, needs=("data",))] if by_file else []),
         Check("disk", check_disk, needs=("data",)),

@@ -25,7 +25,7 @@ from jppo.child_process import executable
 from jppo.errors import UserError, expanded
 from jppo.preflight.finding import GIB, Finding, Verdict
 from jppo.preflight.memory_budget import CHOSEN, MemoryBudget, NvidiaGpu, gpus
-from jppo.rollout.servers.member import HOST, check_ports
+from jppo.rollout.servers.member import HOST, require_free_ports
 from jppo.rollout.vllm.arguments import check_vllm, install_for_cpu
 from jppo.run.resume import require_own, require_resumable
 from jppo.runlog import durable_files
@@ -315,12 +315,12 @@ def check_memory(budgets: Sequence[MemoryBudget]) -> Iterator[Finding]:
 
 
 def check_server_ports(c: Settings) -> Iterator[Finding]:
-    """Checks that the ports of the run's servers are free."""
+    """Checks that the ports of the run's servers are free; UserError, a FAIL in the report, if not."""
     if c.rollout.urls:
         yield Finding("server ports", "OK", "none: rollout.urls lists running servers")
         return
     count = c.rollout.least_servers
-    check_ports(c.rollout.port, count)
+    require_free_ports(c.rollout.port, count)
     port_list = ", ".join(str(c.rollout.port + i) for i in range(count))
     yield Finding("server ports", "OK", f"{port_list} can be used" if c.rollout.port else "any that is free")
 

@@ -356,7 +356,7 @@ def _to_closing_brace(text: str) -> str | None:
 
 
 def _braced_roots(text: str) -> str:
-    """Rewrites \\sqrt2 as \\sqrt{2}."""
+    r"""Rewrites \sqrt2 as \sqrt{2} by Hendrycks' rule: of "\sqrt 2" it takes the space. ValueError at a final \sqrt."""
     start, *parts = text.split(r"\sqrt")
     if "" in parts:
         raise ValueError(f"{text!r} ends in a root of nothing")

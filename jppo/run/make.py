@@ -263,7 +263,10 @@ def load_learner(
     c: Loop, inputs: ModelConfigs, mesh: Any, recipe: ppo.Recipe, plan: packing.Plan, *, sketch: bool = False,
     warmup: int = 0, kl_coef: float = 0.0,
 ) -> tuple[Learner, TrainState]:  # fmt: skip
-    """Loads the models and makes their passes; `warmup` is the number of first steps without the policy's update."""
+    """Loads the models and makes their passes; returns the learner and the state before the first step.
+
+    `warmup`: first steps without the policy's update. A `sketch` has shapes in place of arrays and reads no weights.
+    """
     passes, seed, steps = make_passes(c, recipe, inputs, mesh), c.trainer.seed, inputs.total_steps
     policy, value = load_models(c, inputs, mesh, seed, sketch=sketch)
     actor, policy_opt = make.make_trainable(c.actor, "actor", passes.actor, policy, steps - warmup)

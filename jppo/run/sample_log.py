@@ -83,6 +83,7 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
         return {}
     turns = [sum(branch.turns for branch in (t, *t.branches)) for t, _ in conversations]
     calls = sum(e.calls for _, e in conversations)
+    # Not sampled, after the first that was: from tools and users.
     given_tokens = [int((~t.sampled[np.argmax(t.sampled) :]).sum()) if t.sampled.any() else 0 for t, _ in conversations]
     programs = [e.program_s for _, e in conversations if e.program_s is not None]
     program_metrics = {"agent/program_s/mean": float(np.mean(programs))} if programs else {}

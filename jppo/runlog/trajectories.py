@@ -136,7 +136,7 @@ class Step:
     version: int  # of the weights at the request
     indices: np.ndarray  # [N] i64, of the step's prompts
     after: dict[str, Any]  # the position in the data after them
-    left: frozenset[int]  # the remaining prompts
+    untrained: frozenset[int]  # the remaining prompts
     found: tuple[Found, ...]  # samples, then greedy responses if there are any
 
     def each(self, change: Callable[[Found], Found]) -> "Step":
@@ -145,7 +145,7 @@ class Step:
 
     def numbers(self, answers: Found) -> set[int]:
         """Returns the indices of responses to the remaining prompts."""
-        return {g * answers.per_prompt + j for g in self.left for j in range(answers.per_prompt)}
+        return {g * answers.per_prompt + j for g in self.untrained for j in range(answers.per_prompt)}
 
 
 def state(about: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
@@ -218,11 +218,11 @@ def _regroup(steps: Sequence[Step], first: int, after: dict[str, Any]) -> list[S
 
     The last of them has the prompts that are left over, fewer than a step's.
     """
-    are_whole = all(len(step.left) == len(step.indices) for step in steps)
+    are_whole = all(len(step.untrained) == len(step.indices) for step in steps)
     if are_whole and [step.step for step in steps] == list(range(first, first + len(steps))):
         return list(steps)
     size = max((len(step.indices) for step in steps), default=1)
-    pairs = [(step, group) for step in steps for group in sorted(step.left)]
+    pairs = [(step, group) for step in steps for group in sorted(step.untrained)]
     chunks = [pairs[i : i + size] for i in range(0, len(pairs), size)]
     return [
         Step(
@@ -230,7 +230,7 @@ def _regroup(steps: Sequence[Step], first: int, after: dict[str, Any]) -> list[S
             version=min(step.version for step, _ in chunk),
             indices=np.array([step.indices[group] for step, group in chunk]),
             after=after,
-            left=frozenset(range(len(chunk))),
+            untrained=frozenset(range(len(chunk))),
             found=tuple(_renumber(chunk, kind) for kind in range(len(steps[0].found))),
         )
         for i, chunk in enumerate(chunks)
@@ -268,7 +268,7 @@ def _join(a: Step, b: Step) -> Step:
         Found(x.per_prompt, {**x.responses, **y.responses}, {**x.rewards, **y.rewards})
         for x, y in zip(a.found, b.found, strict=True)
     ]
-    return dataclasses.replace(a, left=a.left | b.left, found=tuple(answers))
+    return dataclasses.replace(a, untrained=a.untrained | b.untrained, found=tuple(answers))
 
 
 def _to_json(step: Step) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def _to_json(step: Step) -> dict[str, Any]:
         "version": step.version,
         "indices": step.indices.tolist(),
         "after": step.after,
-        "left": sorted(step.left),
+        "untrained": sorted(step.untrained),
         "found": [
             {
                 "per_prompt": answers.per_prompt,
@@ -303,5 +303,5 @@ def _from_json(row: Mapping[str, Any]) -> Step:
         for answers in row["found"]
     ]
     return Step(
-        row["step"], row["version"], np.array(row["indices"]), row["after"], frozenset(row["left"]), tuple(found)
+        row["step"], row["version"], np.array(row["indices"]), row["after"], frozenset(row["untrained"]), tuple(found)
     )

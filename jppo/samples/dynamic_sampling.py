@@ -156,7 +156,7 @@ class DynamicSampleQueue(Supply):
         lines = ["the samples that the checkpoint has of the next steps are drawn again, by dynamic sampling"]
         position = (self._cursor.epoch, self._cursor.index)
         passed = [s for s in trajectories.read_steps(state) if (s.after["epoch"], s.after["index"]) <= position]
-        if count := sum(len(s.left) for s in passed):
+        if count := sum(len(s.untrained) for s in passed):
             lines.append(f"{count} prompts that rollout.partial had put off are left out of this epoch")
         return lines
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from jppo.runlog import trajectories
 from jppo.runlog.timers import Count
 from jppo.samples.given import Give, given_for, keep_current, mark_given_unusable
 from jppo.types import Prompt, Reward, Sampling, StepData, Trajectory
+
+T = TypeVar("T")
 
 
 class Draws:
@@ -73,7 +75,7 @@ class StepRequest:
     indices: np.ndarray
     after: Cursor
     draws: tuple[Draws, ...]  # the samples, and the greedy responses if there are any
-    left: set[int]  # prompts that no step has trained on
+    untrained: set[int]  # prompts that no step has trained on
     restored: bool = False  # from a checkpoint: the position in the data may be behind them
 
 
@@ -193,7 +195,7 @@ class SampleQueue(Supply):
         self._groups_by_step: dict[int, list[tuple[StepRequest, int]]] = {}  # of unfinished steps
         self._changed = threading.Condition()
         self._settling_s = 0.0
-        self._new_memory: str | None = None  # the memory after the step
+        self._new_curriculum: str | None = None  # the cursor's after the step: `note_rewards` makes it
 
     def take(self, step: int) -> StepSamples:
         return self._make_samples(*self._hosts.together(lambda: self._take_groups(step)))
@@ -218,9 +220,7 @@ class SampleQueue(Supply):
     def settle(self) -> None:
         began = time.monotonic()
         self._hosts.together(
-            lambda: self._wait_for(
-                lambda: all(self._has_all(request, group) for request in self._queue.queue for group in request.left)
-            )
+            lambda: self._wait_for(lambda: all(self._has_all(a, g) for a in self._queue.queue for g in a.untrained))
         )
         self._settling_s += time.monotonic() - began  # the next `_take_groups` counts it as waiting
 
@@ -231,15 +231,17 @@ class SampleQueue(Supply):
     def note_rewards(self, drawn: StepSamples, rewards: Sequence[Reward], step: StepData | None = None) -> Cursor:
         order_of, scored = self._train.order_of, mark_given_unusable(drawn.trajectories, rewards)
         cursor = remembered(seen(self._queue.cursor, order_of, drawn.prompts, scored), order_of, step)
-        self._new_memory = cursor.curriculum
-        return dataclasses.replace(drawn.after, curriculum=self._new_memory)
+        self._new_curriculum = cursor.curriculum
+        return dataclasses.replace(drawn.after, curriculum=self._new_curriculum)
 
     def forget(self, step: int) -> None:
         for request, group in self._groups_by_step.pop(step, []):
-            request.left.discard(group)
-        cursor, self._new_memory, new_memory = self._queue.cursor, None, self._new_memory
-        cursor = cursor if new_memory is None else dataclasses.replace(cursor, curriculum=new_memory)
-        queue = tuple(request for request in self._queue.queue if request.left)
+            request.untrained.discard(group)
+        cursor = self._queue.cursor
+        if self._new_curriculum is not None:
+            cursor = dataclasses.replace(cursor, curriculum=self._new_curriculum)
+            self._new_curriculum = None
+        queue = tuple(request for request in self._queue.queue if request.untrained)
         self._queue = dataclasses.replace(self._queue, cursor=cursor, queue=queue)
 
     def state(self) -> dict[str, Any]:
@@ -268,7 +270,8 @@ class SampleQueue(Supply):
             for draws, there in zip(request.draws, responses, strict=True)
         )
         after = dataclasses.asdict(dataclasses.replace(request.after, curriculum=""))  # the cursor has the newest one
-        return trajectories.Step(request.step, request.version, request.indices, after, frozenset(request.left), found)
+        untrained = frozenset(request.untrained)
+        return trajectories.Step(request.step, request.version, request.indices, after, untrained, found)
 
     def load(self, state: Mapping[str, Any], step: int) -> list[str]:
         """Requests missing responses again, also those that the run would sample differently or with newer weights."""
@@ -331,18 +334,18 @@ class SampleQueue(Supply):
         size = self._c.batch_size
         indices, cursor = self._choose_prompts(cursor, size - len(saved.indices))
         indices, after = np.concatenate([saved.indices, indices]), dataclasses.asdict(cursor)
-        return dataclasses.replace(saved, indices=indices, after=after, left=frozenset(range(size))), cursor
+        return dataclasses.replace(saved, indices=indices, after=after, untrained=frozenset(range(size))), cursor
 
     def _request_saved(self, last_step: int) -> None:
         """Requests the missing responses of a checkpoint's steps up to the last."""
         for s in self._queue.restored:
             if self._c.partial or s.step <= last_step:
-                request = self._start(s.step, s.version, s.indices, Cursor(**s.after), s.left, s.found)
+                request = self._start(s.step, s.version, s.indices, Cursor(**s.after), s.untrained, s.found)
                 others = tuple(other for other in self._queue.restored if other is not s)
                 self._queue = dataclasses.replace(self._queue, restored=others, queue=(*self._queue.queue, request))
 
     def _start(
-        self, step: int, version: int, indices: np.ndarray, after: Cursor, left: frozenset[int],
+        self, step: int, version: int, indices: np.ndarray, after: Cursor, untrained: frozenset[int],
         saved_responses: Sequence[trajectories.Found] = (),
     ) -> StepRequest:  # fmt: skip
         """Starts the sampling of a step's prompts, without given responses and those of a checkpoint."""
@@ -356,7 +359,7 @@ class SampleQueue(Supply):
         for i, sampling in enumerate([policy_sampling, greedy_sampling] if options.greedy else [policy_sampling]):
             draws = Draws(prompts, sampling.n, self._reward_sum, self._changed)
             found = saved_responses[i] if saved_responses else trajectories.Found(sampling.n, {}, {})
-            groups = [group for group in sorted(left) if group in self._groups]
+            groups = [group for group in sorted(untrained) if group in self._groups]
             own_numbers = [number for group in groups for number in draws.numbers(group)]
             given_responses = given_for(None if i else options.give, prompts, groups, sampling.n)
             found = keep_current(found, given_responses)
@@ -367,12 +370,14 @@ class SampleQueue(Supply):
             missing = [number for number in own_numbers if number not in responses]
             draws.future = self._sampler.start(prompts, sampling, done=draws.record, only=missing)
             all_draws.append(draws)
-        return StepRequest(step, version, indices, after, tuple(all_draws), set(left), restored=bool(saved_responses))
+        return StepRequest(
+            step, version, indices, after, tuple(all_draws), set(untrained), restored=bool(saved_responses)
+        )
 
     def _wait_for_all(self, step: int) -> list[tuple[StepRequest, int]]:
         """Waits for all groups of a step, one after another, and returns them."""
         [request] = [request for request in self._queue.queue if request.step == step]
-        groups = sorted(request.left)
+        groups = sorted(request.untrained)
         for group in groups:
             self._wait_for(functools.partial(self._has_all, request, group))
         return [(request, group) for group in groups]
@@ -381,7 +386,7 @@ class SampleQueue(Supply):
         """Returns the groups of a step with `partial`: those that are due, then complete ones; None if too few."""
         options, queue = self._c, self._queue.queue
         taken = {(id(request), group) for groups in self._groups_by_step.values() for request, group in groups}
-        pending = [(request, g) for request in queue for g in sorted(request.left) if (id(request), g) not in taken]
+        pending = [(a, g) for a in queue for g in sorted(a.untrained) if (id(a), g) not in taken]
         complete = [pair for pair in pending if self._has_all(*pair)]
         due = [(a, g) for a, g in pending if a.version + options.staleness <= step][: options.batch_size]
         if len(complete) < options.batch_size or not all(pair in complete for pair in due):
@@ -392,7 +397,7 @@ class SampleQueue(Supply):
     def _has_all(self, request: StepRequest, group: int) -> bool:
         return group not in self._groups or all(group in draws.complete for draws in request.draws)
 
-    def _wait_for(self, poll: Callable[[], Any]) -> Any:
+    def _wait_for(self, poll: Callable[[], T | None]) -> T:
         """Waits until `poll` returns something true, which it returns; raises an error that ended the sampling."""
         with self._changed:
             while not (outcome := poll()):

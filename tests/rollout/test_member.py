@@ -26,7 +26,7 @@ from jppo.rollout.make import describe_servers, server_threads, servers_gpu_shar
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import member
 from jppo.rollout.servers.make import require_routing
-from jppo.rollout.servers.member import Server, check_ports, relevant_lines
+from jppo.rollout.servers.member import Server, relevant_lines, require_free_ports
 from jppo.rollout.vllm.arguments import (
     LORA_RANKS,
     check_vllm,
@@ -137,7 +137,7 @@ def test_check_vllm_finds_packages_that_break_its_import(site):
     assert check_vllm(python_of(site)) == "cpu"
 
 
-def test_check_ports():
+def test_require_free_ports():
     with contextlib.ExitStack() as held, socket.socket() as taken:
         for port in range(20001, 32000, 2):  # below the ports that systems give, which other programs take meanwhile
             with contextlib.suppress(OSError):
@@ -146,11 +146,11 @@ def test_check_ports():
                 break
         taken.listen()
         with pytest.raises(UserError, match=f"port {port} cannot be used"):
-            check_ports(port, 1)
+            require_free_ports(port, 1)
         with pytest.raises(UserError, match=f"rollout.port={port - 1}: port {port} "):
-            check_ports(port - 1, 2)
-    check_ports(port, 1)
-    check_ports(0, 8)
+            require_free_ports(port - 1, 2)
+    require_free_ports(port, 1)
+    require_free_ports(0, 8)
 
 
 def test_flags_and_environment_of_both_builds(settings, monkeypatch):

@@ -37,7 +37,7 @@ def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent:
         toolbox.close()
         user_code.close()
 
-    return Agent(talk, schemas, rewards=toolbox.rewards, runs_programs=toolbox.runs_programs, close=close)
+    return Agent(talk, schemas, rewards=toolbox.may_reward, runs_programs=toolbox.runs_programs, close=close)
 
 
 def _make_turn_loop(

@@ -140,7 +140,8 @@ class Tool(Protocol):
     async def __call__(self, arguments: Mapping[str, Any], context: Context) -> Any:
         """Returns the answer, as text; an exception becomes an error answer. A plain function runs in a thread.
 
-        With the attribute `rewards = True` it may return (text, reward of the turn).
+        With the attribute `rewards = True` it may return (text, reward of the turn). One with `runs_programs = True`
+        runs the model's programs: a run prints the sandbox's protections.
         """
         ...
 
@@ -167,13 +168,13 @@ class ToolReplies:
 
 
 class Toolbox:
-    """The tools of a run."""
+    """The tools of a run. `may_reward`: one of them gives rewards; `runs_programs`: one runs the model's programs."""
 
     def __init__(self, tools: Sequence[Tool], limits: ToolLimits, user_code: UserCodeRunner):
         self.schemas = [tool.schema for tool in tools]
         self._tools = {tool.schema["function"]["name"]: tool for tool in tools}
         self.runs_programs = any(getattr(tool, "runs_programs", False) for tool in tools)
-        self.rewards = any(getattr(tool, "rewards", False) for tool in tools)
+        self.may_reward = any(getattr(tool, "rewards", False) for tool in tools)
         self._limits = limits
         self._user_code = user_code
 

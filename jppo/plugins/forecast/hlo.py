@@ -55,7 +55,7 @@ class Instruction:
     operands: tuple[str, ...]  # names
     attributes: str  # the rest of the line
     root: bool = False
-    nested: int = 0  # arrays in the first part of a tuple of tuples: the operands of a start
+    start_operands: int = 0  # arrays in the first part of a tuple of tuples: the operands of a start
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ def _parse_instruction(line: str) -> Instruction | None:
         operands=tuple(operands),
         attributes=attributes if opcode[1] != "parameter" else operand_text + attributes,
         root=bool(name[1]),
-        nested=len(list(_parse_shapes(first_part))),
+        start_operands=len(list(_parse_shapes(first_part))),
     )
 
 

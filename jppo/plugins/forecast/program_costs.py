@@ -177,7 +177,9 @@ def bytes_moved(program: HloProgram, computation: str, instruction: Instruction)
     ):
         return _fusion_bytes(program, instruction, operands)
     if instruction.opcode.endswith("-start"):
-        return 2 * _main_memory_bytes(instruction.shapes[instruction.nested or len(operands) :] or instruction.shapes)
+        # The result of a start is (operands, results): count the results, read and written.
+        results = instruction.shapes[instruction.start_operands or len(operands) :]
+        return 2 * _main_memory_bytes(results or instruction.shapes)
     return sum(map(_main_memory_bytes, operands)) + _main_memory_bytes(instruction.shapes)
 
 

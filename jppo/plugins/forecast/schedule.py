@@ -97,8 +97,8 @@ def _full_arrays(kind: str, instruction: Instruction, operands: list[tuple[Shape
         return [shape for shapes in operands for shape in shapes] or instruction.shapes
     if not instruction.opcode.endswith("-start"):
         return instruction.shapes
-    if instruction.nested:  # ((operands), (results))
-        return instruction.shapes[instruction.nested : 2 * instruction.nested]
+    if instruction.start_operands:  # ((operands), (results))
+        return instruction.shapes[instruction.start_operands : 2 * instruction.start_operands]
     return instruction.shapes[1:2] if len(instruction.shapes) > 1 else instruction.shapes
 
 

@@ -27,7 +27,7 @@ from jppo.rewards.rules import Verdict
 STRICT, NATIVE = "strict", "native"  # reward.code.tests
 SUSPICIOUS, RETRIES = "suspicious", "sandbox_retries"  # parts of a verdict, left out if 0
 _BLOCK = re.compile(r"```(?:python|py)[0-9.]*[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# Libraries whose names tests may use without an import, the first that has a name; and names that are seldom a task.
+# Libraries whose names tests may use without an import; the first that has a name counts.
 _LIBRARIES = (
     "math", "collections", "itertools", "functools", "decimal", "fractions", "datetime", "statistics", "random",
     "heapq", "bisect", "copy", "string", "typing", "dataclasses", "enum",
@@ -37,6 +37,7 @@ _ALIASES = {"np": "numpy", "npt": "numpy.testing", "pd": "pandas", "plt": "matpl
             "torch")}  # fmt: skip
 _NUMPY_NAMES = {"allclose": "numpy", "array_equal": "numpy", "assert_allclose": "numpy.testing",
                 "assert_array_equal": "numpy.testing", "assert_array_almost_equal": "numpy.testing"}  # fmt: skip
+# Names that a program seldom defines: imported also where the tests do not call them, as pi.
 _COMMON_NAMES = {"approx", "deepcopy", "defaultdict", "deque", "inf", "isclose", "isinf", "isnan", "namedtuple", "nan",
                  "pi", "raises", "timedelta"}  # fmt: skip
 # Names with which a program reaches into its interpreter.
@@ -165,8 +166,8 @@ def _with_imports(tests: str) -> tuple[str, str]:
 
 def _import_statement(name: str, tests: str) -> str | None:
     """Returns the import statement of a library name that tests use; None for other names and for builtins."""
-    bare_use = rf"(?<![\w.]){name}(?!\w)(?!\s*\.)"
-    if (name in sys.stdlib_module_names or name in _ALIASES) and not re.search(bare_use, tests):
+    used_without_dot = rf"(?<![\w.]){name}(?!\w)(?!\s*\.)"  # a module if it is only ever NAME.something
+    if (name in sys.stdlib_module_names or name in _ALIASES) and not re.search(used_without_dot, tests):
         return f"import {_ALIASES[name]} as {name}" if name in _ALIASES else f"import {name}"
     if hasattr(builtins, name) or name[:1] == "_":
         return None
@@ -174,9 +175,9 @@ def _import_statement(name: str, tests: str) -> str | None:
         return f"from pytest import {name}"
     if name in _NUMPY_NAMES:
         return f"from {_NUMPY_NAMES[name]} import {name}"
-    is_called = name in _COMMON_NAMES or re.search(rf"(?<![\w.]){name}\(", tests)
+    may_be_imported = name in _COMMON_NAMES or re.search(rf"(?<![\w.]){name}\(", tests)
     for library in map(importlib.import_module, _LIBRARIES):
-        is_exported = is_called and name in getattr(library, "__all__", dir(library))
+        is_exported = may_be_imported and name in getattr(library, "__all__", dir(library))
         if is_exported and (name in _COMMON_NAMES or callable(getattr(library, name))):
             return f"from {library.__name__} import {name}"
     return None

@@ -158,6 +158,7 @@ def readable_paths() -> list[str]:
 
 
 def _make_limits(folder: str, guards: Guards, time_s: float, memory_bytes: int, read: list[str]) -> dict[str, Any]:
+    """Returns `limits` of a job, which `child.py` applies; `_run_confined` adds its control groups."""
     user = os.getuid() if guards.uid is None else guards.uid
     return {
         "folder": folder,
@@ -171,9 +172,9 @@ def _make_limits(folder: str, guards: Guards, time_s: float, memory_bytes: int, 
         "uid": guards.uid,
         "rlimits": {
             "RLIMIT_AS": memory_bytes,
-            "RLIMIT_CPU": int(time_s) + 2,
+            "RLIMIT_CPU": int(time_s) + 2,  # of all its threads; `_run_child` ends it after `time_s` by the clock
             "RLIMIT_FSIZE": _FILE_BYTES,
-            "RLIMIT_NPROC": _count_threads(user) + THREADS,
+            "RLIMIT_NPROC": _count_threads(user) + THREADS,  # the kernel counts all threads of the user
             "RLIMIT_NOFILE": _OPEN_FILES,
             "RLIMIT_MSGQUEUE": 0,
             "RLIMIT_CORE": 0,

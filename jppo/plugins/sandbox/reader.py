@@ -309,10 +309,10 @@ class Reading:
                     yield from self._refusals_of_comparison(args[0], [ast.Eq()], args[1:2])
         if any(self._kind(truth) == _ANSWER for truth in _truth_tests(node)):
             yield "takes a result's own word: a method of it judges the tests' values"
-        yield from self._refusals_of_copies(node)
+        yield from self._refusals_of_identity(node)
 
-    def _refusals_of_copies(self, node: ast.AST) -> Iterator[str]:
-        """Yields what copies of arrays and of plain data that cannot change do not say."""
+    def _refusals_of_identity(self, node: ast.AST) -> Iterator[str]:
+        """Yields why tests of identity or shared memory cannot be graded: they get copies of plain data and arrays."""
         match node:
             case ast.Subscript(ctx=ast.Store()) | ast.Expr(ast.Call(ast.Attribute(attr="fill" | "put" | "sort"))):
                 if self._has_arrays:

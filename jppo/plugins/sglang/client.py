@@ -29,7 +29,7 @@ from jppo.rollout.servers.delivery import Delivery, Publisher
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.http_client import brief
-from jppo.rollout.servers.member import Server, ServerFacts, ServerProgram, ServerSettings, check_ports
+from jppo.rollout.servers.member import Server, ServerFacts, ServerProgram, ServerSettings, require_free_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import (
@@ -177,7 +177,7 @@ def start_sglang(
     if not urls:
         check_sglang(settings.python)
         sglang_options(settings)  # may refuse engine_args
-        check_ports(settings.port, settings.servers)
+        require_free_ports(settings.port, settings.servers)
 
     def speak(eos_token_ids: Sequence[int]) -> Sglang:
         return Sglang(eos_token_ids, settings.vocab_size, how_to_start(model_dir, settings))

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any
 
-from jppo.plugins.verl.name import GetKey, Unsupported, join_commas, required, value_or
+from jppo.plugins.verl.name import GetKey, Unsupported, join_commas, needed, value_or
 
 _HOST = 8  # devices of a host, at least
 _MEGATRON = ("megatron", "mindspeed")
@@ -193,13 +193,13 @@ def loss_mode(value: str, get: GetKey) -> str:
 
 def rollout_is(value: Any, get: GetKey) -> str:
     off, clipped = value in (None, "none", "", False), _bypasses(get) and not _reinforces(get)
-    return "none" if off else str(required(value, not clipped, "in bypass mode verl's clipped loss has no weights"))
+    return "none" if off else str(needed(value, not clipped, "in bypass mode verl's clipped loss has no weights"))
 
 
 def with_weights(value: Any, get: GetKey) -> Any:
     """Returns an option of the importance weights; Needless without these."""
     is_used = get("CORRECTION.rollout_is") not in (None, "none", "", False) and (_reinforces(get) or not _bypasses(get))
-    value = required(value, is_used, "read only with rollout_is, without the clipped loss of bypass mode")
+    value = needed(value, is_used, "read only with rollout_is, without the clipped loss of bypass mode")
     return value if isinstance(value, bool) else str(value)
 
 
@@ -225,7 +225,7 @@ def rejected(value: Any, get: GetKey) -> str:
     rule = get("CORRECTION.rollout_rs")
     if value in (None, "none", "", False):
         return ""
-    if required(rule, rule, "read only with rollout_rs") in _OLD_RULES:
+    if needed(rule, rule, "read only with rollout_rs") in _OLD_RULES:
         return f"{value_or(get('CORRECTION.rollout_rs_threshold_lower'), 1 / value):g}_{value:g}"
     return join_commas(value)
 
@@ -268,7 +268,7 @@ def teacher_clamp(value: float | None, get: GetKey) -> float | None:
     """Returns the clamp of the distillation loss; Unsupported where the teacher is in the reward."""
     if value is not None and get(f"{_DISTILLED}.use_policy_gradient"):
         raise Unsupported("the KL in the reward is not clamped")
-    return required(value, get("distillation.enabled"), "distillation.enabled is False")
+    return needed(value, get("distillation.enabled"), "distillation.enabled is False")
 
 
 def teacher_fault(key: str, value: Any, get: GetKey) -> str:

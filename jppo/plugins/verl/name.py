@@ -118,9 +118,9 @@ def value_or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def required(value: T | None, truth: object = True, why: str = "") -> T:
-    """Returns the value if the condition holds and it is set; else raises Needless."""
-    if not truth:
+def needed(value: T | None, is_read: object = True, why: str = "") -> T:
+    """Returns a value that has an effect. Raises Needless for null, and with `why` if verl does not read it."""
+    if not is_read:
         raise Needless(why)
     if value is None:
         raise Needless("null asks for nothing")
@@ -128,7 +128,7 @@ def required(value: T | None, truth: object = True, why: str = "") -> T:
 
 
 def join_commas(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(required(value))
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(needed(value))
 
 
 def has_adapters(get: GetKey) -> bool:

@@ -20,7 +20,7 @@ from jppo.plugins.verl.name import (
     has_adapters,
     join_commas,
     lora_rank,
-    required,
+    needed,
     value_or,
 )
 from jppo.plugins.verl.overrides import read_value
@@ -90,7 +90,7 @@ def contents(value: Any, _: GetKey) -> str:
 
 def micro_tokens(value: int | None, get: GetKey) -> int:
     why = "use_dynamic_bsz=True reads ppo_max_token_len_per_gpu"
-    return device_tokens(get, max(1, required(value, not get("A.use_dynamic_bsz"), why)))
+    return device_tokens(get, max(1, needed(value, not get("A.use_dynamic_bsz"), why)))
 
 
 def all_micro_tokens(value: int | None, get: GetKey) -> int:
@@ -100,7 +100,7 @@ def all_micro_tokens(value: int | None, get: GetKey) -> int:
 
 def dynamic_tokens(value: int, get: GetKey) -> int:
     """Returns the tokens of a micro-batch, which holds at least one row."""
-    return max(required(value, get("A.use_dynamic_bsz"), "read only with use_dynamic_bsz=True"), device_tokens(get, 1))
+    return max(needed(value, get("A.use_dynamic_bsz"), "read only with use_dynamic_bsz=True"), device_tokens(get, 1))
 
 
 def reward_parts(value: Any, get: GetKey) -> str:
@@ -111,7 +111,7 @@ def reward_parts(value: Any, get: GetKey) -> str:
 
 def balance(value: float, get: GetKey) -> float:
     kind = get("A.megatron.override_transformer_config.moe_router_load_balancing_type")
-    return required(value, kind not in ("none", '"none"'), "the load is not balanced by a loss")
+    return needed(value, kind not in ("none", '"none"'), "the load is not balanced by a loss")
 
 
 def conversing(value: bool, get: GetKey) -> bool:
@@ -134,14 +134,14 @@ def group(value: int, get: GetKey) -> int:
 
 def quantized(value: str | None, get: GetKey) -> str:
     """Returns `rollout.quantization` for verl's fp8: weights in blocks of 128 by 128, activations as they come."""
-    if required(value) != "fp8" or served_by(get) != "vllm" or derived.old_logprob(None, get) != "correction":
+    if needed(value) != "fp8" or served_by(get) != "vllm" or derived.old_logprob(None, get) != "correction":
         raise Unsupported("only vLLM's fp8 is there, with rollout_correction.rollout_is")
     return "fp8_per_block"
 
 
 def served_experts(value: int, get: GetKey) -> str:
     """Returns the server's options for expert parallelism; Unsupported together with data parallelism."""
-    required(value if value != 1 else None)
+    needed(value if value != 1 else None)
     if (get("R.data_parallel_size") or 1) > 1:
         raise Unsupported("a server's experts are on its own GPUs, rollout.tensor_model_parallel_size of them")
     return str(engine_options(get))
@@ -168,7 +168,7 @@ def critic_model(value: str | None, get: GetKey) -> str:
 
 
 def critic_lora(value: int, get: GetKey) -> int:
-    return required(value, has_adapters(get) or value, "the policy has no adapters either")
+    return needed(value, has_adapters(get) or value, "the policy has no adapters either")
 
 
 def adapter_field(get: GetKey, field: str) -> Any:
@@ -185,7 +185,7 @@ def adapter_field(get: GetKey, field: str) -> Any:
 
 
 def adapter(value: str | None, get: GetKey) -> str:
-    return required(value, adapter_field(get, "r") or lora_rank(get), "read only with the rank")
+    return needed(value, adapter_field(get, "r") or lora_rank(get), "read only with the rank")
 
 
 def modules(value: Any, _: GetKey) -> str:
@@ -206,7 +206,7 @@ def optimizer(value: str, _: GetKey) -> str:
 
 def schedule(value: str | None, _: GetKey) -> str:
     """Returns `actor.lr_scheduler_type` or the critic's; Unsupported for one that jppo lacks."""
-    if required(value) not in ("constant", "cosine", "linear"):
+    if needed(value) not in ("constant", "cosine", "linear"):
         raise Unsupported("constant, cosine and linear are there")
     return str(value)
 
@@ -216,7 +216,7 @@ def server_args(value: dict[str, Any] | None, get: GetKey, engine: str) -> str:
     if served_by(get) != engine:
         raise Needless(f"read only with rollout.name={engine}")
     words = []
-    for key, option in required(value or None).items():
+    for key, option in needed(value or None).items():
         name = key.replace("_", "-")
         if option is None:
             continue
@@ -235,11 +235,11 @@ def agent_loop(value: str, get: GetKey) -> bool:
 
 
 def master(value: str | None, get: GetKey) -> str:
-    return f"{required(value)}:{get('trainer.master_port') or 29500}"
+    return f"{needed(value)}:{get('trainer.master_port') or 29500}"
 
 
 def resume_mode(value: str, get: GetKey) -> str:
-    return required(get("trainer.resume_from_path")) if value == "resume_path" else value
+    return needed(get("trainer.resume_from_path")) if value == "resume_path" else value
 
 
 def trainer_mode(value: str, get: GetKey) -> str:
@@ -250,14 +250,14 @@ def trainer_mode(value: str, get: GetKey) -> str:
 
 
 def function(value: str | None, get: GetKey) -> str:
-    return f"{required(value)}:{get('FUNCTION.name') or 'compute_score'}"
+    return f"{needed(value)}:{get('FUNCTION.name') or 'compute_score'}"
 
 
 def with_model(value: Any, get: GetKey) -> Any:
     """Returns an option of the reward model; Unsupported beside a reward function, which may ask it over HTTP."""
     if get("FUNCTION.path"):
         raise Unsupported("verl's function may ask it over HTTP; reward.model.path adds its score to the function's")
-    return required(value)
+    return needed(value)
 
 
 def model_engine(value: str, get: GetKey) -> str:
@@ -269,12 +269,12 @@ def model_engine(value: str, get: GetKey) -> str:
 
 def in_turns(value: Any, get: GetKey) -> Any:
     enabled = get("TURNS.enable") or get("R.agent.default_agent_loop") == "tool_agent"
-    return required(value, enabled and has_tools(get), "read only with multi_turn.enable=True and tools")
+    return needed(value, enabled and has_tools(get), "read only with multi_turn.enable=True and tools")
 
 
 def of_tools(value: Any, get: GetKey) -> Any:
     in_turns(value, get)
-    return required(value, get("TURNS.tool_config_path"), "read only with multi_turn.tool_config_path")
+    return needed(value, get("TURNS.tool_config_path"), "read only with multi_turn.tool_config_path")
 
 
 def call_format(value: str | None, get: GetKey) -> str:
@@ -286,17 +286,17 @@ def call_format(value: str | None, get: GetKey) -> str:
 
 
 def filter_groups(value: bool, get: GetKey) -> bool:
-    return required(value, not derived.fully_async(get), "verl's fully asynchronous trainer does not filter")
+    return needed(value, not derived.fully_async(get), "verl's fully asynchronous trainer does not filter")
 
 
 def filtering(value: Any, get: GetKey) -> Any:
     enabled = filter_groups(get("algorithm.filter_groups.enable"), get)
-    return required(value, enabled, "read only with algorithm.filter_groups.enable=True")
+    return needed(value, enabled, "read only with algorithm.filter_groups.enable=True")
 
 
 def cut_prompts(value: str, get: GetKey) -> str:
     no_filter = value == "error" or not get("data.filter_overlong_prompts")
-    return required(value, no_filter, "data.filter_overlong_prompts=True leaves out what it would cut")
+    return needed(value, no_filter, "data.filter_overlong_prompts=True leaves out what it would cut")
 
 
 def filter_metric(value: str | None, get: GetKey) -> str:
@@ -313,7 +313,7 @@ def filter_metric(value: str | None, get: GetKey) -> str:
 
 def unless_greedy(value: Any, get: GetKey) -> Any:
     greedy = get("R.val_kwargs.temperature") == 0
-    return required(value, not greedy, "a greedy test takes the likeliest token, whatever else is left")
+    return needed(value, not greedy, "a greedy test takes the likeliest token, whatever else is left")
 
 
 def top_k(value: int | None, _: GetKey) -> int:
@@ -323,7 +323,7 @@ def top_k(value: int | None, _: GetKey) -> int:
 def ref_offload(value: bool, get: GetKey) -> bool:
     """Returns the reference's offload; Needless where the reference is the base of the policy's adapters."""
     shares_base = has_adapters(get) and not get("A.fsdp_config.param_offload")
-    return required(
+    return needed(
         value, not shares_base, "beside adapters the reference is the policy's own base; actor.param_offload moves it"
     )
 
@@ -346,13 +346,13 @@ def without_server_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 CONVERSIONS: dict[str, Callable[[Any, GetKey], Any]] = {
-    "as_is": lambda value, _: required(value),
-    "filled": lambda value, _: required(value or None),
+    "as_is": lambda value, _: needed(value),
+    "filled": lambda value, _: needed(value or None),
     "commas": lambda value, _: join_commas(value),
     "prompt_column": lambda value, get: ".".join([join_commas(value), *(get("tuning.prompt_dict_keys") or ())]),
     "response_column": lambda value, get: ".".join([join_commas(value), *(get("tuning.response_dict_keys") or ())]),
     "off": lambda value, _: -1 if value is False else value_or(value, -1),
-    "lora_alpha": lambda value, get: required(value, has_adapters(get), "read only with lora_rank above 0"),
+    "lora_alpha": lambda value, get: needed(value, has_adapters(get), "read only with lora_rank above 0"),
     "arguments": lambda value, _: ",".join(f"{name}={one}" for name, one in (value or {}).items()),
     "or_zero": lambda value, _: value_or(value, 0.0),
     "at_least_0": lambda value, _: max(0, value or 0),
@@ -363,18 +363,18 @@ CONVERSIONS: dict[str, Callable[[Any, GetKey], Any]] = {
     "servers": lambda value, get: derived.require_sharing(value, get) and derived.servers(get),
     "steps": lambda _, get: derived.training_steps(get) or -1,
     "titan": lambda value, get: derived.fsdp(
-        required(
+        needed(
             get,
             value is not None and derived.training_engine(get) == "torchtitan",
             "read only with model_engine=torchtitan",
         )
     ),
     "pair": lambda value, _: tuple(float(b) for b in (read_value(value) if isinstance(value, str) else value)),
-    "dtype": lambda value, _: _DTYPES.get(required(value), value),
+    "dtype": lambda value, _: _DTYPES.get(needed(value), value),
     "shared_prompts": lambda value, _: "prefix" if value else "auto",
     "remat": lambda value, _: "full" if value else "none",
     "sleep": lambda value, _: 2 if value else 0,
-    "times_n": lambda value, get: required(value) * get("R.n"),
+    "times_n": lambda value, get: needed(value) * get("R.n"),
     "critic_warmup": lambda value, _: max(0, value - 1),
     "of_actor_lr": lambda value, get: value_or(value, 0.0) / get("A.optim.lr"),
     "of_critic_lr": lambda value, get: value_or(value, 0.0) / get("critic.optim.lr"),
@@ -382,7 +382,7 @@ CONVERSIONS: dict[str, Callable[[Any, GetKey], Any]] = {
     "sglang_args": lambda value, get: server_args(value, get, "sglang"),
     "actor_warmup_ratio": lambda value, get: warmup_ratio(value, get, "A"),
     "critic_warmup_ratio": lambda value, get: warmup_ratio(value, get, "critic"),
-    "controller": lambda value, get: required(
+    "controller": lambda value, get: needed(
         value, value == "fixed" or get("algorithm.use_kl_in_reward"), "read only with algorithm.use_kl_in_reward=True"
     ),
     "drawn": lambda value, get: 0.0 if get("R.do_sample") is False else value,

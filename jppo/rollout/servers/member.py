@@ -38,7 +38,7 @@ PORT_S = 2.0  # until a killed program's port is free again
 STOLEN = 3  # times that another program takes the port between two checks, before giving up
 
 
-def check_ports(port: int, servers: int) -> None:
+def require_free_ports(port: int, servers: int) -> None:
     """Raises UserError if a requested port is in use."""
     for candidate in range(port, port + servers) if port else ():
         try:

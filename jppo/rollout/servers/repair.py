@@ -39,10 +39,10 @@ class Repairs:
         self._probe_tasks: dict[Endpoint, asyncio.Task[None]] = {}
 
     async def watch(self) -> None:
-        """Checks the servers' health until cancelled; this also renews the leases of attached ones."""
+        """Checks the health of servers that are up until cancelled; the request also renews an attached one's lease."""
         while True:
             await asyncio.sleep(PROBE_S)
-            probes = dict.fromkeys(self._weights.paused, self._renew)
+            probes = dict.fromkeys(self._weights.paused, self._renew)  # unchecked ones: only the lease
             probes |= {
                 member.endpoint: functools.partial(self._probe, member)
                 for member in self._router.members
@@ -85,7 +85,7 @@ class Repairs:
 
     async def _renew(self, endpoint: Endpoint) -> None:
         """Renews the lease of a server that this run has paused."""
-        with contextlib.suppress(RolloutError):  # whoever has paused it notices
+        with contextlib.suppress(RolloutError):  # the publish that paused it notices a failure
             await endpoint.with_timeout(self._settings.health_timeout_s).check_async("/health")
 
     async def _probe(self, member: Member, endpoint: Endpoint) -> None:

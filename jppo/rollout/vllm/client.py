@@ -30,7 +30,7 @@ from jppo.rollout.servers import guard, replies
 from jppo.rollout.servers.api import Completion, sampling_params
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
-from jppo.rollout.servers.member import Server, ServerFacts, ServerSettings, check_ports
+from jppo.rollout.servers.member import Server, ServerFacts, ServerSettings, require_free_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import arguments
 from jppo.rollout.vllm.publish import Buffers, FilePublisher, call_workers
@@ -200,7 +200,7 @@ def start_vllm(model_dir: str, run_dir: str, *, settings: ServerSettings, urls: 
             )
         build = arguments.check_vllm(settings.python)
         arguments.require_served(settings, build)
-        check_ports(settings.port, settings.servers)
+        require_free_ports(settings.port, settings.servers)
     spare_folders = [] if urls else [run_dir, tempfile.gettempdir()]  # other machines do not see them
     buffers = Buffers(settings.publish_dir, named=settings.lora_rank > 0, spare=spare_folders)
     publisher = _make_publisher(settings, buffers)

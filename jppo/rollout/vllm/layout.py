@@ -192,8 +192,8 @@ _WORDS: Mapping[str, Any] = {"float32": np.uint32, "bfloat16": np.uint16, "float
 
 
 def changed_positions(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Returns the positions of the elements of a block that differ, in order."""
-    width = 8 // old.itemsize  # compared by 8 bytes, which takes half the time
+    """Returns the positions of the elements that differ, in order, between two versions of a block of `_WORDS`."""
+    width = 8 // old.itemsize  # bits are compared, not floats: by 8 bytes, which takes half the time
     limit = len(old) // width * width
     words = np.flatnonzero(old[:limit].view(np.uint64) != new[:limit].view(np.uint64))
     candidates = np.concatenate([(words[:, None] * width + np.arange(width)).reshape(-1), np.arange(limit, len(old))])

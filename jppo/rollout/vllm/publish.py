@@ -288,7 +288,7 @@ def require_ok(endpoint: Endpoint, version: int, method: str, /, **kwargs: Any) 
 
 
 def call_workers(endpoint: Endpoint, method: str, /, **kwargs: Any) -> list[dict[str, Any]]:
-    """Calls a method of the worker extension; returns one result per worker, by name."""
+    """Calls a method of the worker extension by its name; returns one result per worker."""
     body = {"method": method, "kwargs": kwargs, "timeout": endpoint.timeout_s}
     answered = endpoint.post("/collective_rpc", body)
     results = answered.get("results") if isinstance(answered, dict) else None

@@ -112,7 +112,7 @@ def test_a_tuple_of_a_tool_without_rewards_is_an_error_that_the_policy_sees(plai
     box = Toolbox([tool], ToolLimits(1, 200, "middle", 5.0), plain.user_code)
     told = asyncio.run(box.call([Call("pay", {"x": "0"})], PROMPT, {}))
     assert "only a tool with rewards=True may" in told.messages[0]["content"]
-    assert (told.errors, told.reward, told.fault, box.rewards) == (1, 0.0, None, False)
+    assert (told.errors, told.reward, told.fault, box.may_reward) == (1, 0.0, None, False)
 
 
 def test_rewards_beyond_float32_are_errors(plain):

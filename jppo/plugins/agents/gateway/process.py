@@ -118,7 +118,7 @@ class Program:
         """Kills an episode's processes, if it has not ended."""
         if number in self._waiting:
             with contextlib.suppress(ConnectionError):
-                self._channel.send(json.dumps({"id": number}).encode())
+                self._channel.send(json.dumps({"id": number}).encode())  # the id alone ends it (`forks.py`)
 
     async def close(self) -> None:
         """Ends the process and its forks; may be called twice."""
