@@ -225,6 +225,8 @@ def test_targets_and_weights_may_be_given(m, folder):
     assert found.metrics["actor/loss"] == pytest.approx(expected, rel=1e-5)
     for row, one in zip(found.logprob, each, strict=True):
         np.testing.assert_allclose(row[: len(one)], one, atol=1e-5)
+    assert fresh.examples([[2] * 8]).mask.shape == (1, 13), "more than 6: as many as 14 tokens have"
+    assert fresh.examples([[2] * 14]).mask.tolist() == [[True] * 13]
     plain = fresh.examples([[2, 3, 4, 5]])  # the next tokens
     np.testing.assert_allclose(fresh.logprobs(plain), fresh.logprobs(fresh.examples([[2, 3, 4]], [[3, 4, 5]])))
 

@@ -188,6 +188,9 @@ def test_a_gpu_has_a_share_for_its_server(small_run):
     assert servers.server_memory(typed(small_run), inputs.policy, 4 * count, cpu) is None  # it is the host's
     server = servers.server_memory(typed(small_run), inputs.policy, 4 * count, gpu)
     assert (server.weights, server.fraction, server.cache, server.graphs) == (4 * count, 0.4, 0, 0)
+    small_run.rollout.enforce_eager = False
+    captured = servers.server_memory(typed(small_run), inputs.policy, 4 * count, gpu)
+    assert captured.graphs == pytest.approx(1_503_657_984, rel=0.01), "of vllm-project/vllm issue 47654"
     assert server.response == 14 * (2 * 2 * 8) * 4, "positions, of keys and values of two heads, in float32"
     assert list(budgets_beside(server, 10**9)) == ["a GPU", "vLLM's share, 40% of a GPU"]
     assert set(memory_budget.host_parts(typed(small_run), inputs, gpu)) == {"published weights"}

@@ -558,6 +558,7 @@ def test_only_tokens_of_the_band_are_drawn_and_at_most_so_many():
     assert drawn_tokens(0, 9) == [(0, 0), (0, 3), (1, 2)]
     assert drawn_tokens(0, 9, low=-9, high=0.5) == [(0, 1), (0, 3), (1, 2)]
     assert drawn_tokens(0, 9, low=5.0, high=6.0) == []
+    assert drawn_tokens(0, 9, low=-1.0, high=1.0) == [(0, 3)], "neither bound is in the band"
     several = {tuple(drawn_tokens(key, 1)) for key in range(40)}
     assert several == {((0, 0),), ((0, 3),), ((1, 2),)}, "each token can be drawn"
 

@@ -166,6 +166,8 @@ import numpy as np
 def short_first(prompts, epoch, seed):
     order = np.argsort([len(prompt) for prompt in prompts], kind="stable")
     return order if epoch == 0 else order[::-1]
+def column(prompts, epoch, seed):
+    return short_first(prompts, epoch, seed)[:, None]
 def once_more(prompts, epoch, seed):
     return [0, 1, 1]
 def broken(prompts, epoch, seed):
@@ -173,9 +175,10 @@ def broken(prompts, epoch, seed):
 """
 
 
-def test_a_user_defined_order_goes_by_epochs(tmp_path):
+@pytest.mark.parametrize("name", ["short_first", "column"])
+def test_a_user_defined_order_goes_by_epochs(tmp_path, name):
     (tmp_path / "mine.py").write_text(CURRICULUM)
-    order = user_order(f"{tmp_path}/mine.py:short_first", ["long one", "a", "two"], seed=1, batch_size=1)
+    order = user_order(f"{tmp_path}/mine.py:{name}", ["long one", "a", "two"], seed=1, batch_size=1)
     kw = dict(n=3, batch_size=1, seed=1, shuffle=True, order_of=order)
     assert draw(Cursor(), 6, **kw)[0].ravel().tolist() == [1, 2, 0, 0, 2, 1]
     assert draw(through_json(draw(Cursor(), 4, **kw)[1]), 2, **kw)[0].ravel().tolist() == [2, 1], "a resume"

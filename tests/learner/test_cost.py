@@ -46,6 +46,12 @@ def test_a_token_costs_its_active_experts_and_the_router():
     assert found == cost.forward(QWEN, [4], head_tokens=1) - saved
 
 
+def test_the_price_of_a_token_by_hand():
+    """Of 2 FLOP each: 480 weights of both layers and 80 of the head; for a key, 8 numbers in 2 heads of both layers."""
+    assert cost.price(QWEN, 0) == 1.0
+    assert cost.price(QWEN, 13) == pytest.approx(1 + cost.SLOWER * 13 * 64 / 2080)
+
+
 def test_latent_attention_costs_its_projections_and_pairs_of_two_sizes():
     config = dict(
         model_type="deepseek_v3", num_key_value_heads=2, q_lora_rank=3, kv_lora_rank=5, qk_nope_head_dim=4,

@@ -154,6 +154,12 @@ def test_no_other_cut_costs_less(lengths, shapes):
     assert cost(packing.cut(lengths, shapes)) == min(cost(one) for one in every(lengths))
 
 
+def test_fewer_micro_batches_are_worth_padding_of_64_tokens_each():
+    """Three rows of 90: three micro-batches cost 3 * 90 + 3 * 64 = 462 tokens, one of four rows 4 * 90 + 64 = 424."""
+    assert packing.cut([90] * 3, [(1, 90), (4, 90)]) == [(4, 90)]
+    assert packing.cut([130] * 3, [(1, 130), (4, 130)]) == [(1, 130)] * 3  # 582 and 584
+
+
 def test_rows_that_are_shared_have_as_much_attention():
     """Twelve rows' worth in a micro-batch of 16: what attention costs is spread over all of them."""
     lengths = np.random.default_rng(1).integers(10, 60, 20)

@@ -338,6 +338,15 @@ def test_no_token_is_dropped_however_many_go_to_one_device(rng, to):
         np.testing.assert_allclose(slope, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("most, slots", [(0, 16), (16, 16), (17, 18), (21, 22), (64, 64)])
+def test_no_more_rounds_follow_than_the_fullest_device_needs(most, slots):
+    """Of 64 pairs, four devices have room for 16 each in the first round, and for 2 in each further one."""
+    none = jnp.zeros(4, jnp.int32)
+    route = experts._Route(None, jnp.arange(64), none, none, none, jnp.int32(most), none, none)
+    sent = route.run_rounds(lambda begin, room, sent: sent.at[begin + jnp.arange(room)].add(1), jnp.zeros(999, int))
+    np.testing.assert_array_equal(sent, np.arange(999) < slots)
+
+
 def test_padding_and_neighbours_change_no_token(rng):
     """Tokens are routed one by one: no expert is ever full."""
     cfg = config_reader.parse_config(MESHED, path="config.json")

@@ -18,7 +18,7 @@ import pytest
 from jppo.plugins.sglang.client import Sglang
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers import endpoint, http_client, replies
-from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.servers.endpoint import Busy, Endpoint, ServerFault
 from jppo.rollout.servers.member import ServerSettings
 from jppo.rollout.vllm.client import Vllm
 from jppo.rollout.vllm.publish import call_workers, require_ok
@@ -373,3 +373,15 @@ def test_versions_by_name(named, number):
 def test_a_time_to_wait_is_a_number_that_is_not_below_0(given):
     after = endpoint._retry_after_s(http_client.Reply(503, {"retry-after": given}, b""))
     assert after >= 0 and endpoint.retry_pause_s(after, 0, 10.0) <= 10.0
+
+
+def test_a_probe_asks_a_busy_server_once_and_a_check_five_times(hostile, monkeypatch):
+    monkeypatch.setattr(endpoint, "AGAIN_S", 0.001)
+    asked = []
+    busy = hostile(lambda: asked.append(1) or [content(b"", head=b"HTTP/1.1 429 X\r\n")])
+    with pytest.raises(Busy):
+        asyncio.run(busy.check_async("/health"))
+    assert len(asked) == 1
+    with pytest.raises(Busy):
+        busy.check("/health")
+    assert len(asked) == 1 + 5

@@ -377,7 +377,7 @@ class Service:
         id = f"{session_model.id}:{number}"
         if number < session_model.next_number:
             return self._future_reply(session.futures.get(id), session_model.id)
-        if number - session_model.next_number >= _MOST_EARLY:
+        if number - session_model.next_number > _MOST_EARLY:
             problem = f"the next is {session_model.next_number}, and at most {_MOST_EARLY} later ones wait"
             raise BadRequest(f"seq_id={number}: {problem}; send it after a result", status=429)
 

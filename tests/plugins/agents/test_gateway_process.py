@@ -195,6 +195,12 @@ def test_the_end_of_the_trainer_is_no_crash_and_ends_all_programs(forking, tmp_p
     assert not running((tmp_path / "running").read_text())
 
 
+def test_a_command_that_cannot_start_has_the_exit_code_of_a_shell(monkeypatch, capsys):
+    monkeypatch.setattr(forks.signal, "signal", lambda *_: None)
+    assert forks._execute(["/nowhere/agent"]) == 127
+    assert capsys.readouterr().err.startswith("/nowhere/agent cannot be started: ")
+
+
 @pytest.mark.parametrize(
     "text, sent, said",
     [

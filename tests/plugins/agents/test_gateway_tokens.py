@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import string
+import types
 
 import numpy as np
 import pytest
@@ -120,6 +121,30 @@ def test_a_message_that_the_template_or_the_tokenizer_cannot_take_is_refused(her
     for content, why in (("\ud800", "cannot be read"), ("a " * 600, "room for"), ("x" * 2 * 10**6, "characters")):
         with pytest.raises(BadRequest, match=why):
             asyncio.run(episode.answer(CHAT.read({"messages": [{"role": "user", "content": content}]})))
+
+
+def test_the_time_of_a_program_is_without_that_of_the_engine(plain, monkeypatch):
+    """4 s, two requests at once of 2 s each, 5 s, and a request of 2 s: 9 of 15 s are the program's."""
+    now = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0)
+    monkeypatch.setattr("jppo.plugins.agents.gateway.episode.time", clock)
+
+    async def engine(ids, *, sampling, seed):
+        await asyncio.sleep(0)
+        now[0] += 2.0
+        return Answer([plain.tokenizer.eos_token_id], [-1.0], [0], "stop")
+
+    async def talk():
+        request = CHAT.read({"messages": [{"role": "user", "content": "12*34="}]})
+        now[0] += 4.0
+        await asyncio.gather(episode.answer(request), episode.answer(request))
+        now[0] += 5.0
+        await episode.answer(request)
+
+    episode = Episode(language(plain), RULES, engine, plain.prompt("12*34="), greedy(50), 0)
+    asyncio.run(talk())
+    assert now == [15.0]
+    assert episode.trajectory(ProgramEnd(0, '{"reward": 1}', "")).exchange.program_s == 9.0
 
 
 def test_branches_are_packed_and_trained_with_their_episode(hermes):

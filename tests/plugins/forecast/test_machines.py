@@ -28,6 +28,9 @@ from jppo.plugins.forecast.schedule import Collective, CollectiveStart, Kernel, 
         ("v5p-8", 1, 4, (2, 2, 1), "TPU v5"),  # counted by cores, two a chip
         ("v5p-64", 1, 32, (2, 4, 4), "TPU v5"),
         ("v6e-8", 1, 8, (2, 4), "TPU v6 lite"),
+        ("v5e-32", 1, 32, (4, 8), "TPU v5 lite"),
+        ("v6e-64", 1, 64, (8, 8), "TPU v6 lite"),
+        ("v5e-128", 1, 128, (8, 16), "TPU v5 lite"),
         ("2xv6e-256", 2, 256, (16, 16), "TPU v6 lite"),
     ],
 )

@@ -450,6 +450,30 @@ def test_a_run_that_goes_on_has_the_scores_of_one_that_was_not_broken_off():
 # --- the process of transformers
 
 
+TORCH = "float32 = 'f32'\ndef set_num_threads(n): print('threads', n)\n"
+TRANSFORMERS = """
+class AutoConfig:
+    num_labels = 2
+    def from_pretrained(directory, local_files_only): return AutoConfig()
+    def get_text_config(self): return self
+class AutoModelForTokenClassification:
+    def from_pretrained(directory, dtype, **how): raise OSError(f"no weights in {directory} for {dtype}")
+"""
+
+
+def test_a_worker_reads_its_arguments(tmp_path):
+    """With stand-ins for torch and transformers, whose imports take seconds."""
+    (tmp_path / "torch.py").write_text(TORCH)
+    (tmp_path / "transformers.py").write_text(TRANSFORMERS)
+    command = [sys.executable, "-m", "jppo.plugins.reward_models.torch_worker", "folder", str(os.getpid())]
+    found = os.pathsep.join(map(str, (tmp_path, *filter(None, sys.path))))
+    worker = subprocess.run(
+        [*command, "cpu", "float32", "3", "token"], env={"PYTHONPATH": found}, capture_output=True, timeout=60
+    )
+    assert json.loads(worker.stdout[8:]) == {"refused": "no weights in folder for f32"}
+    assert worker.stderr == b"threads 3\n"
+
+
 def test_a_model_of_another_family_is_scored_in_its_process_and_survives_one_crash(made, tmp_path):
     path, model = made("deberta-v2")
     what, texts = opened(path)

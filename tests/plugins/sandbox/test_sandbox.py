@@ -107,6 +107,8 @@ IOCTL = "TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX"
         ("prlimit64: another", 302, 261, (5, 7, 0, 0), "EPERM"),
         ("openat: reads", 257, 56, (0, 0, os.O_RDONLY), "allow"),
         ("openat: writes", 257, 56, (0, 0, os.O_WRONLY | os.O_TRUNC), "allow"),
+        ("openat: creates", 257, 56, (0, 0, os.O_WRONLY | os.O_CREAT), "allow"),
+        ("openat: creates a new one", 257, 56, (0, 0, os.O_RDWR | os.O_CREAT | os.O_EXCL), "allow"),
         ("openat: empties", 257, 56, (0, 0, os.O_RDONLY | os.O_TRUNC), "EPERM"),
         *((f"fcntl: {name}", 72, 25, (3, getattr(fcntl, name)), "allow") for name in FCNTL.split()),
         ("fcntl: owner", 72, 25, (3, 8), "EPERM"),
@@ -138,6 +140,14 @@ def test_a_program_has_its_standard_streams_alone():
     )
     ran = launcher.run_program(program, guards=choice.probe(), time_s=20, memory_bytes=2**30)
     assert (ran.status, ran.printed) == (0, "[]\n")
+
+
+def test_a_program_starts_without_what_only_tests_need():
+    """Their imports would delay every program."""
+    names = ["json", "signal", *(f"jppo.plugins.sandbox.{name}" for name in ("child", "peer", "reader"))]
+    program = f"import sys\nprint([name for name in {names} if name in sys.modules])"
+    ran = launcher.run_program(program, guards=choice.probe(), time_s=20, memory_bytes=2**30)
+    assert (ran.status, ran.printed) == (0, "['jppo.plugins.sandbox.child']\n")
 
 
 def test_preallocation_is_refused_where_blocks_are_counted():

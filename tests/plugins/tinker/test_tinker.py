@@ -200,6 +200,15 @@ def test_what_a_session_holds_is_bounded(service, post, model, monkeypatch):
     assert "without a gradient" in result(post, first)["error"]
 
 
+def test_as_many_requests_wait_for_an_earlier_one_as_a_refusal_says(post, model, monkeypatch):
+    """The first has number 1: 2, 3 and 4 wait for it."""
+    monkeypatch.setattr(sessions, "_MOST_EARLY", 3)
+    made = [post("optim_step", step(model[1], number)) for number in (4, 3, 2, 5)]
+    assert [one.status_code for one in made] == [200, 200, 200, 429]
+    assert "seq_id=5: the next is 1, and at most 3 later ones wait" in made[-1].text
+    assert "without a gradient" in result(post, post("optim_step", step(model[1], 1)).json())["error"]
+
+
 def test_requests_of_a_model_run_in_order_and_once(post, model):
     id = model[1]
     late = post("optim_step", step(id, 2)).json()
