@@ -7,7 +7,7 @@
 FILE is jsonl or parquet of rows {prompt}, and ground_truth if the judge should see it. The judge is the only reward.
 `reward.judge.base_url` selects another server with this interface, such as a local vLLM, and `reward.judge.api_type`
 another provider. Equal answers are judged once (`cache_dir`). `python -m jppo.rewards.check --config=configs/judge.py
-...` judges one right and one wrong answer before training.
+...` has some answers of eight rows judged before training, empty ones too.
 
 Hardware and memory: one GPU of 80 GB, as configs/gsm8k.py. Time: with 256 answers a step and 32 requests at a time a
 step waits for eight times what the judge takes for one. Expected: no figure; whether the judge's score means anything

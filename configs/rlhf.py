@@ -4,9 +4,9 @@
     python -m jppo.train --config=configs/rlhf.py
 
 The policy is Qwen2.5-0.5B-Instruct, or yours: `--config.model.path=DIR` in both commands. data/rlhf/ holds prompts,
-chat messages with a `data_source` and any text as an unused `ground_truth`; `--config.data.train_files=FILE
---config.data.val_files=FILE` selects other files. The critic starts from the reward model, whose scores it predicts.
-docs/examples/tinystories.md shows all stages on a small model.
+text or chat messages: `python -m jppo.data.hh_rlhf --from DIR --out data/rlhf` makes them of Anthropic's data, and
+`--config.data.train_files=FILE --config.data.val_files=FILE` selects other files. The critic starts from the reward
+model, whose scores it predicts. docs/examples/tinystories.md shows all stages on a small model.
 
 Hardware: one GPU of 80 GB, shared by the trainer, the reward model and vLLM. Memory: the trainer takes 27 GiB of an
 H100 by --dry_run --machine=H100, forecast by the compiler, not measured; the reward model needs 1 GiB more for its
@@ -28,8 +28,8 @@ def get_config(arg: str = "runs/rlhf") -> ml_collections.ConfigDict:
     config.model.compute_dtype = "bfloat16"
     config.model.remat = "dots"
 
-    config.data.train_files = "data/rlhf/train.jsonl"
-    config.data.val_files = "data/rlhf/test.jsonl"
+    config.data.train_files = "data/rlhf/prompts/train.parquet"
+    config.data.val_files = "data/rlhf/prompts/test.parquet"
     config.data.train_batch_size = 256
     config.data.max_prompt_length = 512
     config.data.max_response_length = 512

@@ -2,8 +2,9 @@
 
     python -m jppo.reward_model --config=configs/rlhf_reward_model.py
 
-The files hold pairs as docs/rewards.md describes them: `prompt` with `chosen` and `rejected`, or only these two as
-whole chats. It starts from the policy's chat model, so both have one tokenizer.
+The files hold pairs as docs/reward-models.md describes them: `prompt` with `chosen` and `rejected`, or only these two
+as whole chats; `python -m jppo.data.hh_rlhf --from DIR --out data/rlhf` makes them of Anthropic's data. It starts from
+the policy's chat model, so both have one tokenizer.
 
 Hardware: one GPU of 80 GB. Memory: 19 GiB of an H100 by --dry_run --machine=H100, forecast by the compiler, not
 measured. Not run on a GPU: time and accuracy are unknown. The argument is the run's folder:
@@ -22,8 +23,8 @@ def get_config(arg: str = "runs/rlhf") -> ml_collections.ConfigDict:
     config.model.compute_dtype = "bfloat16"
     config.model.remat = "dots"
 
-    config.data.train_files = "data/rlhf/pairs_train.jsonl"
-    config.data.val_files = "data/rlhf/pairs_test.jsonl"
+    config.data.train_files = "data/rlhf/pairs/train.parquet"
+    config.data.val_files = "data/rlhf/pairs/test.parquet"
     config.data.train_batch_size = 64
     config.data.max_prompt_length = 512
     config.data.max_response_length = 512

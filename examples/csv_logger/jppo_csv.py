@@ -15,7 +15,7 @@ from jppo.runlog.sinks import About
 
 
 class CsvLogger:
-    """Writes the metrics of each step as a row; the columns are the metrics of the first."""
+    """Writes each metric of a step as a line `step,name,value`: steps have different metrics."""
 
     @staticmethod
     def require() -> None:
@@ -25,21 +25,18 @@ class CsvLogger:
         """Opens the file, which a resumed run continues."""
         path = run_dir / "metrics.csv"
         lines = path.read_text(encoding="utf-8").splitlines() if resumed and path.exists() else []
-        self._columns, self._last_step = next(csv.reader(lines), None), -1
-        for row in csv.DictReader(lines):
-            self._last_step = int(row["step"])
+        self._last_step = max((int(row["step"]) for row in csv.DictReader(lines)), default=-1)
         self._file = path.open("a" if lines else "w", encoding="utf-8", newline="")
+        self._rows = csv.writer(self._file)
+        if not lines:
+            self._rows.writerow(["step", "name", "value"])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes a step's row, once: a step that runs again after a resume keeps its first."""
-        if step <= self._last_step:
-            return
-        rows = csv.DictWriter(self._file, self._columns or ["step", *metrics], restval="", extrasaction="ignore")
-        if self._columns is None:
-            rows.writeheader()
-        self._columns, self._last_step = list(rows.fieldnames), step
-        rows.writerow({"step": step, **metrics})
-        self._file.flush()
+        """Writes a step's metrics, once: a step that runs again after a resume keeps its first."""
+        if step > self._last_step:
+            self._last_step = step
+            self._rows.writerows([step, name, value] for name, value in metrics.items())
+            self._file.flush()
 
     def generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Samples are in the run's own files."""

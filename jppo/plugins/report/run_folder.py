@@ -48,7 +48,7 @@ class Folder:
 def read_folder(path: pathlib.Path) -> Folder:
     """Reads a run's metrics, warnings, settings and lists of files; UserError if the path is no run."""
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder; use a run folder such as runs/quickstart")
+        raise UserError(f"{path}: no such folder; use the folder of a run, its trainer.run_dir")
     if not any((path / name).exists() for name in ("config.json", logger.FILE, "samples")):
         raise UserError(f"{path} is not a run: it has none of config.json, {logger.FILE} and samples/")
     notes: list[str] = []

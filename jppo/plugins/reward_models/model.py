@@ -159,8 +159,7 @@ class ModelPart:
     """A reward model as a part: scores batches of `batch_size` in the background, in the order of submission.
 
     `parts` has the unnormalised score, `rm_raw`. With a normalizer, all scores up to a flush are normalised together,
-    so they do not depend on thread timing. Without `learn`, as in validation, the normalizer is not updated; while it
-    is empty, the scores of a flush are normalised by their own statistics.
+    so they do not depend on thread timing.
     """
 
     def __init__(
@@ -171,11 +170,10 @@ class ModelPart:
         batch_size: int,
         normalizer: Normalizer | None = None,
         clip: float | None = None,
-        learn: bool = True,
     ):
-        """Takes the model and its input; `clip` bounds the scores; without `learn` the normalizer is only read."""
+        """Takes the model and its input; `clip` bounds the scores."""
         self._model, self._texts = model, texts
-        self._batch_size, self._normalizer, self._clip, self._learn = batch_size, normalizer, clip, learn
+        self._batch_size, self._normalizer, self._clip = batch_size, normalizer, clip
         self._lock = threading.Lock()
         self._closed = False
         self._unsent: list[tuple[Sample, Future[Reward]]] = []  # not yet a whole batch
@@ -219,9 +217,12 @@ class ModelPart:
             wait()
 
     def testing(self) -> "ModelPart":
-        """Returns the same part for held-out samples, without updating the normalizer; must not be closed."""
-        options = dict(batch_size=self._batch_size, normalizer=self._normalizer, clip=self._clip)
-        return ModelPart(self._model, self._texts, **options, learn=False)  # type: ignore[arg-type]
+        """Returns the part for held-out samples, whose scores are the model's own: by a normalizer they would move.
+
+        It must not be closed.
+        """
+        clip = self._clip if self._normalizer is None else None
+        return ModelPart(self._model, self._texts, batch_size=self._batch_size, clip=clip)
 
     def state(self) -> dict[str, float]:
         """Returns the normalizer's state for a checkpoint, if there is one."""
@@ -292,13 +293,8 @@ class ModelPart:
         assert self._normalizer is not None
         scored_futures, self._scored = self._scored, []
         scores = np.array([score for _, score in scored_futures], np.float64)
-        normalizer = self._normalizer
-        if self._learn:
-            normalizer.update(scores)
-        elif not normalizer.count:
-            normalizer = Normalizer()
-            normalizer.update(scores)
-        for (future, score), value in zip(scored_futures, normalizer.apply(scores), strict=True):
+        self._normalizer.update(scores)
+        for (future, score), value in zip(scored_futures, self._normalizer.apply(scores), strict=True):
             self._resolve(future, self._reward(float(value), score))
 
     def _reward(self, score: float, raw: float) -> Reward:

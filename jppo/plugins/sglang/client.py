@@ -227,8 +227,8 @@ def check_sglang(python: str) -> str:
     executable, version = run_probe(python, _PROBE)
     if not version:
         raise UserError(
-            f"SGLang is not installed for {executable}; run `{executable} -m pip install sglang`, in a separate"
-            " environment, or set rollout.python to an interpreter that has it"
+            f"SGLang is not installed for {executable}; pip install 'sglang>=0.5.23,<0.6' in a separate environment and"
+            " set rollout.python to its interpreter, or rollout.urls to servers elsewhere"
         )
     return version
 

@@ -299,7 +299,7 @@ def test_what_the_servers_are_started_with(settings, python, tmp_path):
         with pytest.raises(UserError, match="is set by"):
             sglang_options(settings(engine_args=f"{option} 1"))
     assert check_sglang(python) == "0.5.9"
-    with pytest.raises(UserError, match=r"SGLang is not installed for .*pip install sglang.*rollout\.python"):
+    with pytest.raises(UserError, match=r"SGLang is not installed for .*pip install 'sglang>=.*rollout\.python"):
         check_sglang(sys.executable)
     with pytest.raises(UserError, match="does not run"):
         check_sglang("false")
