@@ -39,7 +39,9 @@ _PREFIX, _OLD_S = "jppo-code-", 3600.0  # folders of programs, and the minimum a
 _TICK_S = 0.05  # how often a folder without a quota is measured
 _ROOT = str(pathlib.Path(__file__).resolve().parents[3])
 _MAIN = "from jppo.plugins.sandbox.child import main; main(int(sys.argv[1]))"
-_BOOT = f"import sys; sys.path.insert(0, {_ROOT!r}); {_MAIN}"
+# Packages without their __init__, which would import typing.
+_BARE = f"p = sys.modules[n] = type(sys)(n); p.__path__ = [{_ROOT!r} + '/' + n.replace('.', '/')]"
+_BOOT = f"import sys\nfor n in 'jppo', 'jppo.plugins': {_BARE}\n{_MAIN}"
 _GROUP_MEMORY, _GROUP_PIDS = ("memory.max", "memory.limit_in_bytes"), ("pids.max",)  # of either version
 _GROUP_NUMBERS = itertools.count()
 _REMOVE_S = 1.0  # longest wait for a group whose processes end
