@@ -110,8 +110,6 @@ def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[s
     programs = {}
     for moment in estimate.moments:
         compiled = moment.compiled
-        if compiled is None:
-            continue
         a = compiled.work or Account()
         sent = {f"{kind} {'+'.join(axes)}": size for kind, axes, _, size in schedule.totals(a.collectives)}
         programs[moment.name] = dict(

@@ -19,6 +19,7 @@ from jppo.learner import packing
 from jppo.learner.make import make_mesh
 from jppo.models import decoder
 from jppo.plugins.forecast import machines, report
+from jppo.plugins.forecast.account import Account
 from jppo.plugins.forecast.machines import GIB
 from jppo.preflight import memory, memory_budget, preview, programs, servers
 from jppo.preflight.request import DryRun
@@ -141,9 +142,13 @@ def test_room_is_ok_tight_or_too_little(has, verdict):
     assert (room.needs, room.verdict) == (900, verdict)
 
 
+COMPILED = programs.Compilation(work=Account())
 ESTIMATE = programs.Estimate(
     {"policy": 600, "batch": 0},
-    (programs.ProgramMemory("values", 0, 500), programs.ProgramMemory("actor gradient", 300, 250)),
+    (
+        programs.ProgramMemory("values", 0, 500, compiled=COMPILED),
+        programs.ProgramMemory("actor gradient", 300, 250, compiled=COMPILED),
+    ),
 )
 
 
@@ -151,9 +156,21 @@ def test_the_peak_is_at_the_worst_moment():
     assert ESTIMATE.worst.name == "actor gradient" and ESTIMATE.peak == 600 + 300 + 250
 
 
-def test_a_program_that_was_not_compiled_has_its_estimate():
-    gib = programs.Estimate({"policy": 4 * GIB}, (programs.ProgramMemory("actor gradient", 3 * GIB, GIB),))
-    assert report.program_lines(gib, None)[-1].split() == ["actor", "gradient", "estimated", "8.0", "1.0"]
+def test_the_peak_of_a_program_is_beside_all_that_is_permanent():
+    moment = programs.ProgramMemory("actor gradient", 3 * GIB, GIB, compiled=COMPILED)
+    gib = programs.Estimate({"policy": 4 * GIB}, (moment,))
+    assert report.program_lines(gib, None)[-1].split() == [
+        "actor",
+        "gradient",
+        "0.0",
+        "s",
+        "8.0",
+        "1.0",
+        "0",
+        "0",
+        "0.0",
+        "-",
+    ]
 
 
 @pytest.mark.parametrize("platform, count", [("cpu", 1), ("cpu", 2), ("gpu", 2)])

@@ -220,8 +220,8 @@ def check_programs(run: RunInputs, trainer: StepLearner, state: TrainState) -> F
     """Compiles every program of a step and runs it on zeros, as a run's start does."""
     start, programs = time.monotonic(), list_run_programs(run.c, trainer, state)
     run_programs(programs)
-    compiled = [moment.compiled for moment in run.estimate[1].moments]
-    kernels = {name for program in compiled if program and program.work for name in program.work.kernels}
+    accounts = [moment.compiled.work for moment in run.estimate[1].moments]
+    kernels = {name for account in accounts if account is not None for name in account.kernels}
     summary = f"{len(programs)} compiled and run on empty rows in {time.monotonic() - start:.0f} s, as at a run's start"
     names = ", ".join(sorted(name.removeprefix("__") for name in kernels)) or "none, attention is XLA's"
     return Finding("programs", "OK", f"{summary}; custom kernels: {names}")

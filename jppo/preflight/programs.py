@@ -51,7 +51,7 @@ class ProgramMemory:
     gradients: int  # f32 gradient sums in memory
     temporaries: int  # XLA's account, including results that alias no argument
     brought: int = 0  # offloaded, copied here for it
-    compiled: Compilation | None = None  # None if estimated
+    compiled: Compilation = Compilation()
     useful: int = 0  # FLOP that the model needs, on all devices
     entries: int = 0  # of its rows; 0 without rows
     stage: Stage = "other"
@@ -80,11 +80,11 @@ class Estimate:
     @property
     def refused(self) -> list[ProgramMemory]:
         """Programs that fail to compile; on a TPU also for lack of memory."""
-        return [moment for moment in self.moments if moment.compiled is not None and moment.compiled.error is not None]
+        return [moment for moment in self.moments if moment.compiled.error is not None]
 
     @property
     def code(self) -> int:
-        return sum(moment.compiled.code for moment in self.moments if moment.compiled is not None)
+        return sum(moment.compiled.code for moment in self.moments)
 
     @property
     def peak(self) -> int:

@@ -11,17 +11,19 @@ from types import SimpleNamespace
 import pytest
 
 from jppo import doctor, settings, train
+from jppo.plugins.forecast.account import Account
 from jppo.plugins.sandbox import choice
 from jppo.preflight import checks as run
 from jppo.preflight import machine, memory, memory_budget
 from jppo.preflight.finding import GIB, Finding, examine
 from jppo.preflight.memory_budget import MemoryBudget
-from jppo.preflight.programs import Estimate, ProgramMemory
+from jppo.preflight.programs import Compilation, Estimate, ProgramMemory
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import make as rollout
 from tests.make import typed
 
-ESTIMATE = Estimate(parts={"all": 1}, moments=(ProgramMemory("log-probs", 0, 0),))
+COMPILED = Compilation(work=Account())
+ESTIMATE = Estimate(parts={"all": 1}, moments=(ProgramMemory("log-probs", 0, 0, compiled=COMPILED),))
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 
 

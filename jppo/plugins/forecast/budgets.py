@@ -56,7 +56,7 @@ def require_room(c: C, machine: Machine, estimated: Estimate, estimate: Callable
         return
     exceeded = _most_exceeded(c, machine, estimated)
     if estimated.refused or exceeded is None:
-        problem = f"{estimated.refused[0].name} is refused by the compiler: {estimated.refused[0].compiled.error}"  # type: ignore[union-attr]
+        problem = f"{estimated.refused[0].name} is refused by the compiler: {estimated.refused[0].compiled.error}"
     elif f"temporaries: {estimated.worst.name}" in exceeded.parts:
         device_gib = (exceeded.has or 0) / GIB
         problem = f"{estimated.worst.name} takes {exceeded.needs / GIB:.1f} GiB of each device's {device_gib:.1f}"

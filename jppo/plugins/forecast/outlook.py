@@ -101,6 +101,6 @@ def make_outlook(
     programs = tuple(
         (moment, forecast_account(moment.compiled.work, machine, mesh, moment.useful))
         for moment in estimate.moments
-        if moment.compiled is not None and moment.compiled.error is None
+        if moment.compiled.error is None
     )
     return Outlook(machine, programs, executions, rate, servers)

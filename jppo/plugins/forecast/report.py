@@ -109,12 +109,6 @@ def program_lines(estimate: Estimate, outlook: Outlook | None) -> list[str]:
     rows = [[*header, "kernels"]]
     for moment in estimate.moments:
         compiled, predicted = moment.compiled, predictions.get(id(moment))
-        if compiled is None:
-            rows.append(
-                [moment.name, "estimated", _gib(permanent + moment.needs), _gib(moment.temporaries)]
-                + [""] * (len(header) - 3)
-            )
-            continue
         if compiled.error is not None:
             rows.append([moment.name, "refused"] + [""] * (len(header) - 2) + [compiled.error[:120]])
             continue
@@ -135,7 +129,7 @@ def exchange_lines(estimate: Estimate) -> list[str]:
     """Formats each program's collectives by kind and mesh axes, and the partitioner's warnings."""
     lines = []
     for moment in estimate.moments:
-        if moment.compiled is None or moment.compiled.error is not None:
+        if moment.compiled.error is not None:
             continue
         account: Account = moment.compiled.work
         rows = [
@@ -176,7 +170,7 @@ def report_dict(estimate: Estimate, outlook: Outlook | None) -> dict[str, Any]:
     programs = []
     for moment in estimate.moments:
         row: dict[str, Any] = dict(name=moment.name, peak=permanent + moment.needs, temporaries=moment.temporaries)
-        row |= {} if moment.compiled is None else {"account": _account_dict(moment.compiled)}
+        row["account"] = _account_dict(moment.compiled)
         row |= {"forecast": predictions[id(moment)].as_dict()} if id(moment) in predictions else {}
         programs.append(row)
     report: dict[str, Any] = dict(

@@ -108,8 +108,7 @@ def try_settings(
     except UserError as e:
         return Candidate(changes, reason=str(e))
     if estimate.refused:
-        compiled = estimate.refused[0].compiled
-        return Candidate(changes, estimate, reason=str(compiled and compiled.error))
+        return Candidate(changes, estimate, reason=str(estimate.refused[0].compiled.error))
     fits = estimate_fits(changed, machine, estimate)
     servers = find_server_work(changed, inputs, mesh)
     outlook = make_outlook(estimate, machine, mesh, count_executions(work, estimate), rate, servers)
