@@ -53,8 +53,9 @@ smollm2: $(SMOLLM2)/data/$(TASK)/test.jsonl $(filter $(SMOLLM2)/model,$(MODEL)) 
 test: $(READY)  ## run the tests, with a real vLLM; JOBS=2 workers
 	$(PY) -m pytest $(SPREAD) -m "not slow"
 
+test-jax: PYTHON = python3.12
 test-jax:  ## run the tests with the newest JAX, which has no vLLM for the CPU yet; PYTHON=python3.12 or newer
-	$(MAKE) test VENV=.venv-jax WITH=torch
+	$(MAKE) test VENV=.venv-jax WITH=torch PYTHON=$(PYTHON)
 
 test-all: $(READY)  ## run all tests, also those that take minutes
 	$(PY) -m pytest $(SPREAD)
