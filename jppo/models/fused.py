@@ -214,7 +214,7 @@ def _attend_packed(
             f"JAX {jax.__version__} has no attention by cuDNN over rows of several trajectories; use"
             " data.packing=buckets or model.attention=xla"
         ) from e
-    if jax.__version_info__ < (0, 12):  # which takes the keys' offsets for those of as many heads as the queries'
+    if jax.__version_info__ < (0, 12):  # it would compute the offsets of keys with the queries' number of heads
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     offsets = jnp.pad(start, ((0, 0), (0, 1)), constant_values=-1)
     out: jax.Array = attend(
