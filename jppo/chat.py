@@ -24,7 +24,7 @@ from jppo.data.rows import Row, checked_text
 from jppo.data.tokenizer import decode, decode_stream, end_token_ids, load_tokenizer
 from jppo.errors import UserError, escaped, one_line
 from jppo.learner import sharding, state
-from jppo.models import attention, hf
+from jppo.models import cache, hf
 from jppo.models.config import ModelConfig
 from jppo.rollout.inprocess import InprocessSettings, make_programs, stream
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
@@ -106,7 +106,7 @@ def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: 
         max_model_len=context,
         dtype=dtype,
         by_row=sharding.whole_rows_sharding(mesh),
-        of_cache=sharding.cache_sharding(mesh, attention.cache_heads(cfg)),
+        of_cache=sharding.cache_sharding(mesh, cache.cache_heads(cfg)),
         cut=False,  # compile only the programs in use
     )
 

@@ -21,8 +21,11 @@ import numpy as np
 import torch
 import transformers
 
+from jppo.chat import engine_settings
 from jppo.errors import UserError
-from jppo.models import attention, decoder, heads, hf
+from jppo.models import decoder, heads, hf
+from jppo.rollout.inprocess import make_programs, stream
+from jppo.rollout.protocol import greedy
 
 TOLERANCE = 1e-4
 
@@ -150,22 +153,10 @@ def agreement(model, values, cfg, dtype: str, prompt: np.ndarray, count: int) ->
             torch.from_numpy(prompt)[None].long(), max_new_tokens=count, min_new_tokens=count, do_sample=False,
             eos_token_id=None, pad_token_id=0,
         )[0, len(prompt) :].numpy()  # fmt: skip
-    split = decoder.split_layers({"params": values}, cfg)
-
-    def step(state, _):
-        held, tokens, position = state
-        hidden, held, _ = decoder.forward_cached(split, cfg, tokens, position, held)
-        last = hidden[:, -1:], decoder.head_kernel(values, cfg), cfg
-        token = jnp.argmax(heads.logits_of(last), axis=-1).astype(jnp.int32)  # [1, 1]
-        return (held, token, position[:, -1:] + 1), token[0, 0]
-
-    @jax.jit
-    def write(prompt):
-        held = attention.empty_cache(cfg, rows=1, length=len(prompt) + count, dtype=jnp.dtype(dtype))
-        first, token = step((held, prompt[None], jnp.arange(len(prompt), dtype=jnp.int32)[None]), None)
-        return jnp.append(token, jax.lax.scan(step, first, length=count - 1)[1])
-
-    differ = np.flatnonzero(np.asarray(write(prompt)) != expected)
+    settings = engine_settings(cfg, dtype, len(prompt) + count, len(prompt))
+    programs = make_programs(settings, (), steps=count)
+    written = stream(programs, settings, programs.prepare(values), prompt, greedy(count))
+    differ = np.flatnonzero(np.concatenate(list(written)) != expected)
     return int(differ[0]) if len(differ) else count
 
 

@@ -29,7 +29,7 @@ from jppo.algorithms import advantage, losses, masked
 from jppo.learner import batch, episodes, optim, packing, ppo, sharding, state, update
 from jppo.learner.algorithm import Algorithm, Term
 from jppo.learner.trainable import Trainable
-from jppo.models import attention, config_reader
+from jppo.models import attention, cache, config_reader
 from jppo.models.decoder import Decoder, init_params
 from jppo.rewards.parts import Part, RewardSum, graded, parse_weights, sample_of
 from jppo.rollout.inprocess import InprocessEngine, InprocessSettings
@@ -106,7 +106,7 @@ def decode(ids):
 
 engine = InprocessEngine(InprocessSettings(
     cfg=cfg, rows=2 * N, row_multiple=1, max_prompt_length=PROMPT, max_model_len=PROMPT + RESPONSE, dtype="float32",
-    by_row=sharding.whole_rows_sharding(mesh), of_cache=sharding.cache_sharding(mesh, attention.cache_heads(cfg)),
+    by_row=sharding.whole_rows_sharding(mesh), of_cache=sharding.cache_sharding(mesh, cache.cache_heads(cfg)),
     cut=False,
 ))
 sampler = engine.ready(eos_token_ids=(0,), decode=decode)

@@ -185,8 +185,8 @@ def whole_rows_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def cache_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
-    """Returns the sharding of cached keys and values [R, T, K, A]: rows as rows, heads as the parameters' heads."""
-    return NamedSharding(mesh, PartitionSpec(*WHOLE_ROWS, None, fit_axes(mesh, RULES["kv_heads"], kv_heads) or None))
+    """Returns the sharding of cached keys and values [R, K, S, A]: rows as rows, heads as the parameters' heads."""
+    return NamedSharding(mesh, PartitionSpec(*WHOLE_ROWS, fit_axes(mesh, RULES["kv_heads"], kv_heads) or None))
 
 
 def put_rows(rows: Rows, mesh: Mesh) -> Rows:

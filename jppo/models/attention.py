@@ -1,11 +1,6 @@
-"""Causal attention within segments, and against the cache of generated rows.
+"""Causal attention within segments. `cache.py` attends to the cache of generated rows."""
 
-The cache also has the states of recurrent layers.
-"""
-
-import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jppo.models.config import LayerModules, ModelConfig
 from jppo.models.kernels import einsum
 
 
@@ -99,7 +93,7 @@ def _scores(
     scores = scale * _dot("rkqa,rksa->rkqs", queries.reshape(R, K, G * B, A), keys)
     scores = scores.reshape(R, K, G, B, keys.shape[2])
     positions = jnp.arange(q.shape[3], dtype=jnp.int32)
-    visible = _in_window(positions[None, block, None], _take_spans(positions, spans, 0)[None, None, :], windows, kind)
+    visible = in_window(positions[None, block, None], _take_spans(positions, spans, 0)[None, None, :], windows, kind)
     key_segment = _take_spans(segment, spans, 1)[:, None]
     same_segment = segment[:, block, None] == key_segment
     visible &= same_segment | (key_segment < 0) if shared_prompts else same_segment
@@ -125,7 +119,7 @@ def _forward(
         scores = jnp.where(visible, scores, UNSEEN)
         row_max = jnp.max(scores, axis=-1, keepdims=True)
         if sinks is not None:
-            sink = _sinks_by_head(sinks, K)
+            sink = sinks_by_head(sinks, K)
             row_max = jnp.maximum(row_max, sink)
         weights = jnp.exp(scores - row_max)
         denominator = jnp.sum(weights, axis=-1, keepdims=True)
@@ -166,7 +160,7 @@ def _backward(
         mean_grad = jnp.sum(weights * grad_weights, axis=-1, keepdims=True)
         grad_scores = scale * weights * (grad_weights - mean_grad)
         if sinks is not None:
-            sink_weight = jnp.exp(_sinks_by_head(sinks, K) - log_sums[:, :, :, block])
+            sink_weight = jnp.exp(sinks_by_head(sinks, K) - log_sums[:, :, :, block])
             grad_sinks_sum -= jnp.sum(sink_weight * mean_grad, axis=(0, 3, 4))
         if softcap is not None:
             grad_scores *= 1.0 - jnp.square(scores / softcap)
@@ -234,7 +228,7 @@ def _by_token(x: jax.Array) -> jax.Array:
     return x.transpose(0, 3, 1, 2, 4).reshape(R, T, K * G, A)
 
 
-def _sinks_by_head(sinks: jax.Array, kv_heads: int) -> jax.Array:
+def sinks_by_head(sinks: jax.Array, kv_heads: int) -> jax.Array:
     """Reshapes [H] to f32 [1, K, H/K, 1, 1], as scores [R, K, H/K, T, S]."""
     return sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
 
@@ -244,38 +238,7 @@ def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return einsum(equation, a, b, jnp.promote_types(a.dtype, jnp.float32))
 
 
-def attend_cached(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    position: jax.Array,
-    kind: jax.Array | int,
-    sinks: jax.Array | None = None,
-    *,
-    scale: float,
-    softcap: float | None,
-    windows: Windows,
-) -> jax.Array:
-    """Attends from queries at `position` [R, P] to a cache: entry s of k and v [R, S, K, A] is position s."""
-    chex.assert_rank([q, k, v, position], [4, 4, 4, 2])
-    key_positions = jnp.arange(k.shape[1], dtype=jnp.int32)
-    visible = _in_window(position[:, :, None], key_positions[None, None, :], windows, kind)
-    R, T, H, A = q.shape
-    K = k.shape[2]
-    # g: the query heads that share one kv head; t: queries, s: keys.
-    grouped_q = q.reshape(R, T, K, H // K, A)
-    scores = scale * jnp.einsum("rtkga,rska->rkgts", grouped_q, k, preferred_element_type=jnp.float32)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    if sinks is not None:  # a further key, without a value
-        sink = jnp.broadcast_to(_sinks_by_head(sinks, K), (*scores.shape[:-1], 1))
-        scores = jnp.concatenate([scores, sink], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)  # [R, K, H/K, T, S]
-    return jnp.einsum("rkgts,rska->rtkga", weights, v).reshape(R, T, H, v.shape[-1])
-
-
-def _in_window(query: jax.Array, key: jax.Array, windows: Windows, kind: jax.Array | int) -> jax.Array:
+def in_window(query: jax.Array, key: jax.Array, windows: Windows, kind: jax.Array | int) -> jax.Array:
     """Whether the key is in the window of the query's position."""
     visible = key <= query
     if all(window is None for window in windows):
@@ -283,72 +246,3 @@ def _in_window(query: jax.Array, key: jax.Array, windows: Windows, kind: jax.Arr
     no_limit = jnp.iinfo(jnp.int32).max
     sizes = jnp.asarray([no_limit if window is None else window for window in windows], jnp.int32)
     return visible & (query - key < sizes[kind])
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerCache:
-    """The cache of one layer; entry s of a row is its position s."""
-
-    k: jax.Array  # [R, S, K, A]; of latent attention the latents and rotary keys, [R, S, 1, J]
-    v: jax.Array | None  # [R, S, K, A]; None with latent attention
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DeltaCache:
-    """The recurrent state of one layer with a gated delta net."""
-
-    state: jax.Array  # [R, N, G, A, W] f32
-    inputs: jax.Array  # [R, taps - 1, C], the last ones of its convolution
-
-
-State = LayerCache | DeltaCache  # of one layer
-Cache = tuple[State | None, ...]  # one per layer, each updated in place; None: it takes an earlier layer's
-
-
-def empty_cache(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Cache:
-    """Allocates a cache of `length` positions for so many rows."""
-
-    def make(modules: LayerModules) -> State | None:
-        if not modules.keyed:
-            return None
-        if modules.mixer == "attention":
-            K, A = cfg.heads_of(modules) if cfg.latent is None else (1, cfg.latent.cached_dim)
-            k, v = (jnp.zeros((rows, length, K, A), dtype) for _ in range(2))
-            return LayerCache(k, v if cfg.latent is None else None)
-        assert cfg.delta is not None
-        state, inputs = ((rows, *rest) for rest in cfg.delta.state_shapes)
-        return DeltaCache(jnp.zeros(state, jnp.float32), jnp.zeros(inputs, dtype))
-
-    return tuple(make(modules) for modules in cfg.layer_modules)
-
-
-def cache_heads(cfg: ModelConfig) -> int:
-    """Returns a number that divides the heads of every layer's cache."""
-    return math.gcd(*(cfg.heads_of(modules).num_kv_heads for modules in cfg.layer_modules)) if cfg.latent is None else 1
-
-
-def cache_dtype(cache: Cache) -> Any:
-    """Returns the dtype that the cache was allocated with."""
-    first_cache = next(layer_cache for layer_cache in cache if layer_cache is not None)
-    return first_cache.k.dtype if isinstance(first_cache, LayerCache) else first_cache.inputs.dtype
-
-
-def cache_row_bytes(cfg: ModelConfig, *, length: int, dtype: Any) -> int:
-    """Returns the bytes of `length` positions of one row."""
-    cache = jax.eval_shape(lambda: empty_cache(cfg, rows=1, length=length, dtype=dtype))
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
-
-
-def extend_cache(cache: LayerCache, k: jax.Array, v: jax.Array | None, position: jax.Array) -> LayerCache:
-    """Writes k and v [R, P, K, A] at `position` [R, P]; entries beyond the cache's end are dropped."""
-    new = LayerCache(k, v)
-    for x in jax.tree.leaves(new):
-        chex.assert_rank([x, position], [4, 2])
-        chex.assert_equal_shape_prefix([x, position], 2)
-    row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None]
-    extended: LayerCache = jax.tree.map(
-        lambda old, x: old.at[row, position].set(x.astype(old.dtype), mode="drop"), cache, new
-    )
-    return extended

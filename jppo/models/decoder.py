@@ -16,7 +16,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jppo.models import attention, kernels, lora, router
-from jppo.models.attention import Attend, Cache, LayerCache, State, attend_cached, cache_dtype, extend_cache, make_plain
+from jppo.models.attention import Attend, make_plain
+from jppo.models.cache import (
+    AttendCached,
+    Cache,
+    LayerCache,
+    State,
+    ToCache,
+    empty_cache,
+    make_to_cache,
+    of_prompt,
+    write_token,
+)
 from jppo.models.config import AttentionKind, Gemma4, Group, LayerModules, ModelConfig, Stack
 from jppo.models.modules import (
     ACTIVATIONS,
@@ -60,16 +71,17 @@ def identity(x: jax.Array) -> jax.Array:
 
 
 class Attention(Block):
-    """Grouped-query attention with rotary positions; against a cache if there is one."""
+    """Grouped-query attention with rotary positions; of rows, of prompts for a cache, or of a token to its cache."""
 
     attend: Attend
+    to_cache: ToCache | None
     modules: LayerModules
 
     @nn.compact
     def __call__(
         self, x: jax.Array, positions: LayerPositions, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Computes attention of x [R, T, D]; returns it with the extended cache, or with keys and values to share."""
+        """Computes attention of x [R, T, D]; returns it with the next cache, or with keys and values to share."""
         cfg, modules = self.cfg, self.modules
         D, H, (K, A), bias = cfg.hidden_size, cfg.num_heads, cfg.heads_of(modules), cfg.qkv_bias
         if cfg.fused:
@@ -95,19 +107,18 @@ class Attention(Block):
         q = rotate(q, positions.cos, positions.sin)
         if modules.keyed:
             k = rotate(k, positions.cos, positions.sin)
-        elif cache is None:
+        elif positions.slot is None:
             k, v = positions.shared
-        if cache is None:
+        if positions.slot is None:
             assert positions.segment is not None
             output = self.attend(q, k, v, positions.segment, positions.kind, sinks)  # [R, T, H, A]
-            if modules.keys == "kept":
-                cache = LayerCache(k, v)
+            if modules.keys == "kept" or cache is not None:
+                cache = of_prompt(k, v)
         else:
-            cache = extend_cache(cache, k, v, positions.position) if modules.keyed else cache
+            assert cache is not None and self.to_cache is not None
+            cache = write_token(cache, k, v, positions.slot) if modules.keyed else cache
             assert cache.v is not None
-            output = attend_cached(
-                q, cache.k, cache.v, positions.position, positions.kind, sinks, **attention_settings(cfg)
-            )
+            output = self.to_cache(q, cache.k, cache.v, positions, sinks)
         if cfg.gated:
             output *= jax.nn.sigmoid(gate)
         return self.project("o", "rtha,had->rtd", H, A, D, bias=cfg.o_bias)(output), cache
@@ -121,6 +132,7 @@ class Layer(Block):
 
     constrain: Callable[[jax.Array], jax.Array]
     attend: Attend
+    to_cache: ToCache | None  # None: without a cache, or for its prompts alone
     mesh: Mesh | None
     split: Split
     modules: LayerModules
@@ -135,7 +147,7 @@ class Layer(Block):
         layer_embedding: jax.Array | None = None,
         cache: State | None = None,
     ) -> tuple[jax.Array, State | None]:
-        """Computes the layer's output [R, T, D] and its extended cache, if there is one."""
+        """Computes the layer's output [R, T, D] and its next cache, if there is one."""
         cfg, modules = self.cfg, self.modules
 
         def norm(name: str, y: jax.Array, enabled: bool = True) -> jax.Array:
@@ -149,10 +161,9 @@ class Layer(Block):
         elif cfg.latent is not None:
             from jppo.models.delta import LatentAttention
 
-            to_cache = functools.partial(attend_cached, **attention_settings(cfg))
-            mixer = LatentAttention(cfg, self.param_dtype, self.attend, to_cache, name="attn")
+            mixer = LatentAttention(cfg, self.param_dtype, self.attend, self.to_cache, name="attn")
         else:
-            mixer = Attention(cfg, self.param_dtype, self.attend, modules, name="attn")
+            mixer = Attention(cfg, self.param_dtype, self.attend, self.to_cache, modules, name="attn")
         y, cache = mixer(norm("attn_norm", x, cfg.pre_norms), positions.for_layer(kind, modules.kind), cache)
         x = x + scale_in_f32(norm("attn_post_norm", y, cfg.post_norms), cfg.residual_scale)
         y = norm("mlp_norm", x, cfg.pre_norms)
@@ -247,7 +258,7 @@ class Decoder(nn.Module):
         positions = dataclasses.replace(positions_by_kind(cfg, position, segment), counted=counted)
 
         def settings(stack: Stack) -> tuple[Any, ...]:
-            return cfg, self.param_dtype, self.constrain, attend, self.mesh, self.split, stack.modules
+            return cfg, self.param_dtype, self.constrain, attend, None, self.mesh, self.split, stack.modules
 
         for group in cfg.groups:
             count = group[0].count
@@ -265,8 +276,7 @@ class Decoder(nn.Module):
                 layers = scan(layer)(*settings(group[0]), name=group[0].path[0])
                 x, shared_keys = layers(x, kinds[0], positions, replays[0], vectors[0])
                 if shared_keys is not None:  # later layers of this kind share them
-                    shared = {group[0].modules.kind: (shared_keys.k[0], shared_keys.v[0])}
-                    positions = dataclasses.replace(positions, shared=(positions.shared or {}) | shared)
+                    positions = positions.sharing(group[0].modules.kind, jax.tree.map(lambda x: x[0], shared_keys))
             else:
                 periods = scan(Period)(
                     group, lambda stack: layer(*settings(stack), name=stack.path[1]), name=group[0].path[0]
@@ -299,7 +309,7 @@ def scale_embeddings(embeddings: jax.Array, cfg: ModelConfig, dtype: Any) -> jax
 
 
 def split_layers(variables: Params, cfg: ModelConfig) -> Params:
-    """Splits the stacked parameters into a tuple of layers: once before a loop of `forward_cached`."""
+    """Splits the stacked parameters into a tuple of layers: once before a loop of `forward_token`."""
     layers_by_index: dict[int, Params] = {}
     for stack in cfg.stacks:
         parts = {name: lora.find_adapters(part, stack.path) for name, part in variables.items()}
@@ -312,28 +322,72 @@ def split_layers(variables: Params, cfg: ModelConfig) -> Params:
     }
 
 
-def forward_cached(
+def forward_prompts(
     split: Params,
     cfg: ModelConfig,
     tokens: jax.Array,
-    position: jax.Array,
-    cache: Cache,
-    segment: jax.Array | None = None,
+    segment: jax.Array,
     *,
+    dtype: Any,
+    attend: Attend,
     constrain: Callable[[jax.Array], jax.Array] = identity,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
-    """Runs tokens [R, P] at `position` after the cache's tokens; returns states [R, P, D], next cache, experts.
+    """Runs prompts [N, P]; returns their states [N, P, D], their cache, whose entry p is position p, and experts.
 
-    A prompt takes one call, each further token another. A token sees every entry up to its own position. Shorter
-    prompts are padded with any tokens, which later tokens overwrite before they see them. Recurrent layers cannot
-    overwrite: `segment` [R, P] is 0 for padding, which leaves their state unchanged; None: there is none.
+    `segment` [N, P] is 0 for padding, which follows a prompt.
     """
-    chex.assert_rank([tokens, position], 2)
-    dtype = cache_dtype(cache)
-    x = constrain(scale_embeddings(split["embed"]["embedding"][tokens], cfg, dtype))
+    chex.assert_equal_shape([tokens, segment])
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
     positions = positions_by_kind(cfg, position, segment)
-    attend = make_plain(**attention_settings(cfg))
+    cache = empty_cache(cfg, rows=tokens.shape[0], length=0, dtype=dtype)
+    forward = functools.partial(_forward_split, split, cfg, dtype=dtype, constrain=constrain, mesh=mesh)
+    return forward(tokens, positions, cache, attend=attend, to_cache=None)
+
+
+def forward_token(
+    split: Params,
+    cfg: ModelConfig,
+    token: jax.Array,
+    position: jax.Array,
+    cache: Cache,
+    slot: jax.Array,
+    *,
+    dtype: Any,
+    attend: AttendCached,
+    constrain: Callable[[jax.Array], jax.Array] = identity,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, Cache, jax.Array | None]:
+    """Runs each row's newest token [R], at `position` [R], into `slot` of the cache.
+
+    Returns its states [R, 1, D], the next cache, and experts.
+    """
+    chex.assert_rank([token, position, slot], [1, 1, 0])
+    positions = dataclasses.replace(positions_by_kind(cfg, position[:, None], None), slot=slot)
+    forward = functools.partial(_forward_split, split, cfg, dtype=dtype, constrain=constrain, mesh=mesh)
+    to_cache = make_to_cache(attend, attention_settings(cfg)["windows"])
+    return forward(token[:, None], positions, cache, attend=_no_rows, to_cache=to_cache)
+
+
+def _no_rows(*_: Any) -> jax.Array:
+    raise AssertionError("a token attends to its cache")
+
+
+def _forward_split(
+    split: Params,
+    cfg: ModelConfig,
+    tokens: jax.Array,
+    positions: Positions,
+    cache: Cache,
+    *,
+    dtype: Any,
+    attend: Attend,
+    to_cache: ToCache | None,
+    constrain: Callable[[jax.Array], jax.Array],
+    mesh: Mesh | None,
+) -> tuple[jax.Array, Cache, jax.Array | None]:
+    """Runs tokens [R, P] through the layers of `split_layers`, each with its cache."""
+    x = constrain(scale_embeddings(split["embed"]["embedding"][tokens], cfg, dtype))
     layer_embeddings = [None] * cfg.num_layers
     if "per_layer" in split:
         embeddings: Any = PerLayer(cfg, dtype, look_up).apply({"params": split["per_layer"]}, tokens, x)
@@ -341,7 +395,7 @@ def forward_cached(
     next_cache, chosen, shared = list[State | None](), list[jax.Array | None](), dict[int | None, State]()
     layers = zip(split["layers"], cfg.layer_kinds, cache, cfg.layer_modules, layer_embeddings, strict=True)
     for variables, kind, layer_cache, modules, embedding in layers:
-        layer = Layer(cfg, dtype, constrain, attend, mesh, WHOLE, modules)
+        layer = Layer(cfg, dtype, constrain, attend, to_cache, mesh, WHOLE, modules)
         layer_cache = layer_cache if modules.keyed else shared[modules.kind]
         (x, state), updates = layer.apply(
             variables, x, kind, positions, None, embedding, layer_cache, mutable=[router.CHOICES]
@@ -349,6 +403,7 @@ def forward_cached(
         next_cache.append(state if modules.keyed else None)
         if modules.keys == "kept":
             shared[modules.kind] = state
+            positions = positions.sharing(modules.kind, state)
         chosen.append(router.layer_choice(updates))
     output: Any = RMSNorm(cfg, dtype).apply({"params": split["norm"]}, x)
     return output, tuple(next_cache), router.stacked_choices(chosen)

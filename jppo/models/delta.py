@@ -12,7 +12,6 @@ rows, they are expanded from the latents, and any attention kernel mixes them. W
 rotary keys are kept. Queries are taken to the latents instead, and attend to these as one head.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -21,7 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from jppo.models import lora
-from jppo.models.attention import Attend, DeltaCache, LayerCache, extend_cache
+from jppo.models.attention import Attend
+from jppo.models.cache import DeltaCache, LayerCache, ToCache, of_prompt, write_token
 from jppo.models.kernels import product
 from jppo.models.modules import ACTIVATIONS, Block, Project
 from jppo.models.rotary import LayerPositions, rotate
@@ -195,18 +195,18 @@ NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is: as in transf
 
 
 class LatentAttention(Block):
-    """Attention by latents with rotary positions in a part of each head; against a cache if there is one."""
+    """Attention by latents with rotary positions in a part of each head; as `decoder.Attention`."""
 
     attend: Attend
-    attend_cached: Callable[..., jax.Array]
+    to_cache: ToCache | None
 
     @nn.compact
     def __call__(
         self, x: jax.Array, positions: LayerPositions, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Computes attention of x [R, T, D]; returns it with the extended cache, if there is one.
+        """Computes attention of x [R, T, D]; returns it with the next cache, if there is one.
 
-        Without a cache, keys and values are expanded from the latents. With one, queries are taken to the latents,
+        In rows, keys and values are expanded from the latents. A newest token's queries are taken to the latents,
         which are cached and attended to as one head. Both scale by cfg.query_scale, not by q's size.
         """
         cfg, spec = self.cfg, self.cfg.latent
@@ -223,17 +223,20 @@ class LatentAttention(Block):
         latent_and_key = self.project("kv_a", "rtd,dj->rtj", D, spec.cached_dim, bias=cfg.qkv_bias)(x)
         latent = self.norm("kv_norm", eps=NORM_EPS)(latent_and_key[..., :C])
         key = self._rotate(latent_and_key[:, :, None, C:], positions)
-        if cache is None:
+        if positions.slot is None:
             assert positions.segment is not None
+            if cache is not None:
+                cache = of_prompt(jnp.concatenate([latent[:, :, None], key], axis=-1), None)
             keys_and_values = self.project("kv_b", "rtc,chu->rthu", C, H, N + W)(latent)
             key = jnp.broadcast_to(key, (*keys_and_values.shape[:3], key.shape[-1]))
             q, k = (jnp.concatenate(parts, axis=-1) for parts in ((q_plain, q_rotary), (keys_and_values[..., :N], key)))
             output = self.attend(q, k, keys_and_values[..., N:], positions.segment, positions.kind)  # [R, T, H, W]
         else:
-            cache = extend_cache(cache, jnp.concatenate([latent[:, :, None], key], axis=-1), None, positions.position)
+            assert cache is not None and self.to_cache is not None
+            cache = write_token(cache, jnp.concatenate([latent[:, :, None], key], axis=-1), None, positions.slot)
             kernel = self._expansion_kernel(x.dtype)
             q = jnp.concatenate([product("rthn,chn->rthc", q_plain, kernel[..., :N]), q_rotary], axis=-1)
-            mixed_latents = self.attend_cached(q, cache.k, cache.k[..., :C], positions.position, positions.kind)
+            mixed_latents = self.to_cache(q, cache.k, cache.k[..., :C], positions)
             output = product("rthc,chw->rthw", mixed_latents, kernel[..., N:])
         return self.project("o", "rthw,hwd->rtd", H, W, D, bias=cfg.o_bias)(output), cache
 

@@ -102,12 +102,13 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 class LayerPositions:
     """The tokens' segments, positions and angles in a forward pass, for one layer."""
 
-    segment: jax.Array | None  # [R, T] i32; with a cache 0 is padding, and None none
+    segment: jax.Array | None  # [R, T] i32; None with a slot
     position: jax.Array  # [R, T] i32
     cos: jax.Array  # [R, T, N/2] f32
     sin: jax.Array  # [R, T, N/2] f32
     kind: jax.Array | int  # [] i32, which of the model's kinds of layer
     shared: Any = None  # keys and values of an earlier layer of this kind, if there is one that shares them
+    slot: jax.Array | None = None  # [] i32, of the cache, for the rows' newest tokens; None: whole rows or prompts
 
 
 @jax.tree_util.register_dataclass
@@ -121,16 +122,23 @@ class Positions:
     sin: tuple[jax.Array, ...]
     counted: jax.Array | None = None  # [R, T] bool, tokens that routers' sums are over
     shared: Any = None  # by kind, keys and values that later layers share
+    slot: jax.Array | None = None  # as in `LayerPositions`
 
     def for_layer(self, kind: jax.Array | int, fixed: int | None = None) -> LayerPositions:
         """Returns the positions for a layer of this kind; `fixed`: its number, where head sizes differ by kind."""
         if fixed is not None:
             shared = None if self.shared is None else self.shared.get(fixed)
-            return LayerPositions(self.segment, self.position, self.cos[fixed], self.sin[fixed], fixed, shared)
+            cos, sin = self.cos[fixed], self.sin[fixed]
+            return LayerPositions(self.segment, self.position, cos, sin, fixed, shared, self.slot)
         if len(self.cos) == 1:
-            return LayerPositions(self.segment, self.position, self.cos[0], self.sin[0], 0)
-        cos, sin = jnp.stack(self.cos), jnp.stack(self.sin)
-        return LayerPositions(self.segment, self.position, cos[kind], sin[kind], kind)
+            return LayerPositions(self.segment, self.position, self.cos[0], self.sin[0], 0, slot=self.slot)
+        cos, sin = jnp.stack(self.cos)[kind], jnp.stack(self.sin)[kind]
+        return LayerPositions(self.segment, self.position, cos, sin, kind, slot=self.slot)
+
+    def sharing(self, kind: int | None, cache: Any) -> "Positions":
+        """Returns the positions with a layer's keys and values, a `LayerCache`, for later layers of its kind."""
+        keys_and_values = cache.k.swapaxes(1, 2), cache.v.swapaxes(1, 2)
+        return dataclasses.replace(self, shared=(self.shared or {}) | {kind: keys_and_values})
 
 
 def add_angles(rotaries: Sequence[tuple[Rotary, int]], position: jax.Array, segment: jax.Array | None) -> Positions:

@@ -187,13 +187,15 @@ def engine_programs(c: Settings, mesh: Any, policy: Any) -> list[Program]:
     choice = jax.tree.map(_shape, make_rule(greedy(1)))
     rows = jax.ShapeDtypeStruct((), "int32")
     prompt_shape = max(engine.prompt_shapes, key=math.prod)
-    prompts = jax.tree.map(_shape, empty_fill(engine.rows, prompt_shape))
+    prompts, length, *targets = jax.tree.map(_shape, empty_fill(engine.rows, prompt_shape))
+    filled = jax.eval_shape(programs.prefill, model, prompts, length)
+    place_args = slots, filled, targets[0], length, *targets[1:]
     advance = programs.advance_cut if engine.cut else programs.advance
-    prefill_args, decode_args = (model, slots, *prompts), (model, slots, choice, rows)
-    scratch = model, slots
+    with_engine: dict[str, Any] = dict(beside=policy, scratch=(model, slots))
     return [
-        Program("prefill", "engine", programs.fill, prefill_args, beside=policy, scratch=scratch),
-        Program("decode, a token", "engine", advance, decode_args, beside=policy, scratch=scratch),
+        Program("prefill", "engine", programs.prefill, (model, prompts, length), **with_engine),
+        Program("place prompts", "engine", programs.place, place_args, **with_engine),
+        Program("decode, a token", "engine", advance, (model, slots, choice, rows), **with_engine),
     ]
 
 

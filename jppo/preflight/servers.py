@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jppo import process
 from jppo.learner import sharding
-from jppo.models import attention
+from jppo.models import cache
 from jppo.models.config import ModelConfig
 from jppo.preflight.finding import GIB
 from jppo.settings import Settings
@@ -67,7 +67,7 @@ def server_memory(c: Settings, policy: ModelConfig, weights: int, mesh: Any) -> 
     count = -(-r.least_servers * width // len(own_devices))  # servers on one GPU
     hidden = PREFILL * (2 * policy.intermediate_size + 4 * policy.hidden_size) * item_bytes
     logits = r.max_num_seqs * policy.vocab_size * (item_bytes + 8)  # two more in float32 while they are sampled
-    row = attention.cache_row_bytes(policy, length=c.data.longest_row, dtype=r.dtype)
+    row = cache.cache_row_bytes(policy, length=c.data.longest_row, dtype=r.dtype)
     return ServerMemory(
         name,
         sleeps=r.sleep_level > 0,

@@ -14,17 +14,22 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jppo.errors import UserError
-from jppo.models import generate, placing
+from jppo.learner import sharding
+from jppo.models import fused, generate, placing
+from jppo.models.attention import Attend
+from jppo.models.cache import AttendCached, LayerCache, count_slots, make_attend_cached
 from jppo.models.config import ModelConfig
-from jppo.models.generate import SamplingRule, Slots
+from jppo.models.decoder import attention_settings
+from jppo.models.generate import Filled, SamplingRule, Slots
 from jppo.models.lora import Weights
+from jppo.models.sequence_parallel import WHOLE
 from jppo.rollout import protocol
 from jppo.rollout.protocol import Answer, Done, Kept, RolloutError, Sampler, Served, Talk, cut_at, greedy, require_kept
 from jppo.types import Params, Prompt, Sampling, Trajectory
@@ -33,6 +38,7 @@ TURNS = 32  # tokens per row between two checks by the host
 _FREE = 8  # while samples wait, a call ends when one in this many rows is free
 _FILL_TOKENS = 4096  # about this many prompt tokens are prefilled at once on each device
 _SHORTEST = 32  # prompts are padded to the longest, half of it, a quarter ... down to this
+_FEWEST_SLOTS = 512  # the cache begins with at least so many, and is doubled as rows grow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +52,23 @@ class InprocessSettings:
     max_model_len: int  # prompt and response together
     dtype: str  # of products and cache
     by_row: NamedSharding  # sharding of arrays [R, ...]
-    of_cache: NamedSharding  # sharding of keys and values [R, T, K, A]
+    of_cache: NamedSharding  # sharding of keys and values [R, K, S, A]
     cut: bool  # compile the top_p, top_k or min_p variant at the start, too
     experts: bool = False  # answers have the experts of each token
     kept: int = 0  # answers have up to so many kept tokens of each sample
+
+    @property
+    def mesh(self) -> Mesh:
+        """Returns the mesh of the rows."""
+        return cast(Mesh, self.by_row.mesh)
+
+    @property
+    def slot_counts(self) -> list[int]:
+        """Returns the sizes of the cache, increasing."""
+        counts = [max(1, self.max_model_len - 1)]
+        while counts[-1] // 2 >= _FEWEST_SLOTS:
+            counts.append(-(-counts[-1] // 2))
+        return counts[::-1]
 
     @property
     def prompt_shapes(self) -> list[tuple[int, int]]:
@@ -68,7 +87,9 @@ class Programs:
 
     empty: Callable[[], Slots]
     prepare: Callable[[Weights], Params]
-    fill: Callable[..., Slots]
+    prefill: Callable[..., Filled]  # (model, prompts, length)
+    place: Callable[..., Slots]  # (slots, filled, source, length, until, seed)
+    grow: Callable[[Slots, int], Slots]
     advance: Callable[..., Slots]  # (model, slots, choice, enough)
     advance_cut: Callable[..., Slots]  # the same with top_p, top_k and min_p
 
@@ -78,35 +99,78 @@ class Programs:
         return self.advance_cut if cut else self.advance
 
 
+def cached_dtype(mesh: Mesh, dtype: str) -> str:
+    """Returns the dtype of a cache, float32 on CPUs: XLA would convert all of a narrower one at each step there."""
+    return "float32" if sharding.platform(mesh) == "cpu" else dtype
+
+
 def make_empty(s: InprocessSettings) -> tuple[Callable[[], Slots], Any]:
     """Makes the function that allocates free rows; returns also the shardings of its result."""
-    sizes = dict[str, Any](rows=s.rows, length=s.max_model_len, dtype=s.dtype, experts=s.experts, kept=s.kept)
-    empty = functools.partial(generate.empty_slots, s.cfg, **sizes)
-    shardings: Any = jax.tree.map(lambda _: s.by_row, jax.eval_shape(empty))
-    return empty, dataclasses.replace(shardings, cache=jax.tree.map(lambda _: s.of_cache, shardings.cache))
+    sizes = dict[str, Any](rows=s.rows, length=s.max_model_len, experts=s.experts, kept=s.kept)
+    empty = functools.partial(
+        generate.empty_slots, s.cfg, **sizes, slots=s.slot_counts[0], dtype=cached_dtype(s.mesh, s.dtype)
+    )
+    shapes = jax.eval_shape(empty)
+    shardings: Any = jax.tree.map(lambda _: s.by_row, shapes)
+    whole = NamedSharding(s.mesh, PartitionSpec())
+    return empty, dataclasses.replace(shardings, cache=_cache_shardings(s, shapes.cache), slot=whole)
+
+
+def _cache_shardings(s: InprocessSettings, cache: Any) -> Any:
+    """Returns the shardings of a cache: heads are sharded, recurrent states by row alone."""
+
+    def find(layer: Any) -> Any:
+        return jax.tree.map(lambda _: s.of_cache if isinstance(layer, LayerCache) else s.by_row, layer)
+
+    return tuple(map(find, cache))
+
+
+def choose_attention(s: InprocessSettings) -> tuple[Attend, AttendCached]:
+    """Chooses the attention of prompts and of new tokens to the cache: cuDNN's where it can, else XLA's."""
+    mesh, settings = s.mesh, attention_settings(s.cfg)
+    needs = fused.Needs(
+        **settings,
+        head_dim=s.cfg.kernel_dim,
+        dtype=s.dtype,
+        one_segment=True,
+        longest=s.max_model_len,
+        sinks=s.cfg.sinks,
+    )
+    platform, gpu = sharding.platform(mesh), fused.capability(mesh.devices.flat[0])
+    kernel = fused.choose_kernel("auto" if platform == "gpu" else "xla", needs, backend=platform, gpu=gpu)[0]
+    cached = make_attend_cached(scale=settings["scale"], softcap=settings["softcap"], by_sums=platform == "cpu")
+    return fused.make_attention(kernel, needs, mesh=mesh, split=WHOLE), cached
 
 
 def make_programs(s: InprocessSettings, ends: Sequence[int], *, steps: int) -> Programs:
     """Makes the engine's programs, compiled at their first calls; `steps` is the number of tokens per row and call."""
     empty, shardings = make_empty(s)  # rows keep their sharding across programs; otherwise XLA would recompile
     constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=s.by_row)
-    on_mesh: dict[str, Any] = dict(constrain=constrain, mesh=s.by_row.mesh)
+    on_mesh: dict[str, Any] = dict(dtype=s.dtype, constrain=constrain, mesh=s.mesh)
+    attend, attend_cached = choose_attention(s)
 
-    def fill(model: Params, slots: Slots, *prompts: Any) -> Slots:
-        return generate.fill(model, s.cfg, slots, *prompts, **on_mesh)
+    def prefill(model: Params, prompts: Any, length: Any) -> Filled:
+        filled = generate.prefill(model, s.cfg, prompts, length, attend=attend, **on_mesh)
+        by_row = jax.tree.map(lambda _: s.by_row, filled)
+        placed: Filled = jax.lax.with_sharding_constraint(
+            filled, dataclasses.replace(by_row, cache=_cache_shardings(s, filled.cache))
+        )
+        return placed
 
     def advance(model: Params, slots: Slots, choice: SamplingRule, enough: Any, *, cut: bool) -> Slots:
         return generate.next_tokens(
-            model, s.cfg, slots, choice, enough, ends=tuple(ends), steps=steps, cut=cut, **on_mesh
+            model, s.cfg, slots, choice, enough, ends=tuple(ends), steps=steps, cut=cut, attend=attend_cached, **on_mesh
         )
 
-    in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=shardings)
+    in_place = functools.partial(jax.jit, out_shardings=shardings)
     return Programs(
         empty=jax.jit(empty, out_shardings=shardings),
         prepare=jax.jit(functools.partial(generate.prepare_model, cfg=s.cfg, dtype=s.dtype)),
-        fill=in_place(fill),
-        advance=in_place(functools.partial(advance, cut=False)),
-        advance_cut=in_place(functools.partial(advance, cut=True)),
+        prefill=jax.jit(prefill),
+        place=in_place(generate.place, donate_argnums=0),
+        grow=in_place(generate.grow, static_argnums=1),
+        advance=in_place(functools.partial(advance, cut=False), donate_argnums=1),
+        advance_cut=in_place(functools.partial(advance, cut=True), donate_argnums=1),
     )
 
 
@@ -145,18 +209,25 @@ class _Batcher:
 
     def compile(self) -> None:
         """Runs every program on empty rows, so later calls do not compile."""
-        slots, choice = self.programs.empty(), make_rule(greedy(1))
-        for shape in self.settings.prompt_shapes:
-            slots = self.programs.fill(self.model, slots, *self._fill_arguments([], [], shape))
-        rows = np.int32(self.settings.rows)
-        for advance in (self.programs.advance, *([self.programs.advance_cut] if self.settings.cut else [])):
-            slots = advance(self.model, slots, choice, rows)
+        s, programs = self.settings, self.programs
+        slots, choice, rows = programs.empty(), make_rule(greedy(1)), np.int32(s.rows)
+        arguments = [self._fill_arguments([], [], shape) for shape in s.prompt_shapes]
+        filled = [programs.prefill(self.model, prompts, length) for prompts, length, *_ in arguments]
+        for count in s.slot_counts:
+            if count > s.slot_counts[0]:
+                slots = programs.grow(slots, count)
+            for prompts, (tokens, length, *targets) in zip(filled, arguments, strict=True):
+                if tokens.shape[1] - 1 <= count:
+                    slots = programs.place(slots, prompts, targets[0], length, *targets[1:])
+            for advance in (programs.advance, *([programs.advance_cut] if s.cut else [])):
+                slots = advance(self.model, slots, choice, rows)
         jax.block_until_ready(slots)
 
     async def answer_all(self) -> None:
         """Answers requests until it is cancelled."""
         s = self.settings
         slots, row_requests = self.programs.empty(), dict[int, _Waiting]()
+        last, until = np.zeros(s.rows, np.int32), np.zeros(s.rows, np.int32)
         while True:
             if not row_requests:
                 self._request_came.clear()
@@ -173,14 +244,19 @@ class _Batcher:
             free_rows = [row for row in range(s.rows) if row not in row_requests]
             while waiting and free_rows:
                 slots, placed = self._fill_rows(slots, waiting, free_rows)
-                row_requests |= dict(zip(free_rows, placed, strict=False))
+                for row, request in zip(free_rows, placed, strict=False):
+                    row_requests[row], last[row] = request, len(request.ids) - 1
+                    until[row] = last[row] + request.sampling.max_tokens
                 waiting, free_rows = waiting[len(placed) :], free_rows[len(placed) :]
             self._waiting = waiting
+            longest = max(min(int(last[row]) + TURNS, int(until[row])) for row in row_requests)
+            slots = make_room(self.programs, s, slots, longest)
             free_rows_wanted = max(1, s.rows // _FREE) if waiting else s.rows
             advance = self.programs.choose_advance(sampling, s.cfg.vocab_size)
             slots = advance(self.model, slots, make_rule(sampling), np.int32(free_rows_wanted))
             device_arrays = (slots.tokens, slots.logprob, slots.last, slots.until, slots.experts, slots.kept)
             tokens, logprob, last, until, experts, kept = await asyncio.to_thread(jax.device_get, device_arrays)
+            last = last.copy()
             # The device knows neither stop texts, nor `stop_ids`, nor callers that have gone.
             need_host_stop = (r.sampling.stop or r.sampling.stop_ids or r.answer.done() for r in row_requests.values())
             until, stop_rows = until.copy(), any(need_host_stop)
@@ -215,21 +291,24 @@ class _Batcher:
                 lambda r: seen.setdefault(r.ids.tobytes(), len(seen)) < count, waiting[: len(free_rows)]
             )
         )
-        return self.programs.fill(self.model, slots, *self._fill_arguments(batch, free_rows, (count, length))), batch
+        prompts, lengths, source, until, seed = self._fill_arguments(batch, free_rows, (count, length))
+        filled = self.programs.prefill(self.model, prompts, lengths)
+        slots = make_room(self.programs, self.settings, slots, length - 1)
+        return self.programs.place(slots, filled, source, lengths, until, seed), batch
 
     def _fill_arguments(
         self, requests: Sequence[_Waiting], free_rows: Sequence[int], shape: tuple[int, int]
     ) -> tuple[np.ndarray, ...]:
-        """Returns arguments of `generate.fill` for these requests: prompts, source, length, until and seed."""
-        prompts, source, length, until, seed = empty_fill(self.settings.rows, shape)
+        """Returns prompts and their length, and each row's source, until and seed, to prefill and place requests."""
+        prompts, length, source, until, seed = empty_fill(self.settings.rows, shape)
         prompt_indices: dict[bytes, int] = {}
         for row, request in zip(free_rows, requests, strict=False):
             ids = request.ids
             prompt_index = prompt_indices.setdefault(ids.tobytes(), len(prompt_indices))
             prompts[prompt_index, : len(ids)] = ids
-            source[row], length[row], seed[row] = prompt_index, len(ids), request.seed
+            source[row], length[prompt_index], seed[row] = prompt_index, len(ids), request.seed
             until[row] = len(ids) - 1 + request.sampling.max_tokens
-        return prompts, source, length, until, seed
+        return prompts, length, source, until, seed
 
     def _stop_length(self, tokens: np.ndarray, sampling: Sampling) -> int | None:
         """Returns the number of tokens up to the first stop text or id; None without one."""
@@ -249,10 +328,18 @@ class _Batcher:
         )
 
 
+def make_room(programs: Programs, s: InprocessSettings, slots: Slots, tokens: int) -> Slots:
+    """Returns rows whose cache has slots for so many tokens."""
+    for count in s.slot_counts[1:]:
+        if (count_slots(slots.cache) or tokens) < min(tokens, count):
+            slots = programs.grow(slots, count)
+    return slots
+
+
 def empty_fill(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
-    """Returns arguments of `generate.fill` that fill no row: prompts, source, length, until and seed."""
+    """Returns prompts of length 1, and source, until and seed that fill no row, to prefill and place them."""
     prompts, seed = np.zeros(shape, np.int32), np.zeros(rows, np.uint32)
-    return prompts, np.full(rows, -1, np.int32), np.ones(rows, np.int32), np.zeros(rows, np.int32), seed
+    return prompts, np.ones(shape[0], np.int32), np.full(rows, -1, np.int32), np.zeros(rows, np.int32), seed
 
 
 def make_rule(sampling: Sampling) -> SamplingRule:
@@ -391,12 +478,14 @@ def stream(
     length = next(n for _, n in s.prompt_shapes if n >= len(ids))
     prompt = np.zeros((1, length), np.int32)
     prompt[0, : len(ids)] = ids
-    row_and_length = (np.array([0], np.int32), np.array([len(ids)], np.int32))
-    until = np.array([len(ids) - 1 + sampling.max_tokens], np.int32)
-    slots = programs.fill(model, programs.empty(), prompt, *row_and_length, until, np.array([sampling.seed], np.uint32))
+    until, lengths = np.array([len(ids) - 1 + sampling.max_tokens], np.int32), np.array([len(ids)], np.int32)
+    slots = make_room(programs, s, programs.empty(), length - 1)
+    target = (np.array([0], np.int32), lengths, until, np.array([sampling.seed], np.uint32))
+    slots = programs.place(slots, programs.prefill(model, prompt, lengths), *target)
     advance, rule = programs.choose_advance(sampling, s.cfg.vocab_size), make_rule(sampling)
     begin, unfinished = len(ids), True
     while unfinished:
+        slots = make_room(programs, s, slots, min(begin - 1 + TURNS, int(until[0])))
         slots = advance(model, slots, rule, np.int32(1))
         tokens, logprob, last, until = jax.device_get((slots.tokens, slots.logprob, slots.last, slots.until))
         new = slice(begin, int(last[0]) + 1)

@@ -14,10 +14,10 @@ from jppo.errors import UserError
 from jppo.learner import cost, sharding
 from jppo.learner.make import kept_tokens, make_mesh
 from jppo.learner.ppo import Learner
-from jppo.models import attention, hf
+from jppo.models import cache, hf
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
-from jppo.rollout.inprocess import InprocessEngine, InprocessSettings, PolicySampler
+from jppo.rollout.inprocess import InprocessEngine, InprocessSettings, PolicySampler, cached_dtype
 from jppo.rollout.publish import PolicyPublisher, PublishSettings, publish_policy
 from jppo.settings import Loop, Rollout, Settings, parts, texts
 
@@ -108,13 +108,16 @@ def inprocess_settings(c: Loop, mesh: Mesh) -> InprocessSettings:
     tensor_parallel, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
     longest, row_multiple = c.data.longest_row, sharding.whole_row_multiple(mesh)
     rows = min(r.max_num_seqs, -(-c.sequences_of_step // row_multiple) * row_multiple)
-    if sharding.platform(mesh) == "cpu":
-        rows = min(rows, r.cache_on_cpu // attention.cache_row_bytes(cfg, length=longest, dtype=r.dtype))
+    on_cpu = sharding.platform(mesh) == "cpu"
+    room = r.cache_on_cpu if on_cpu else max(r.kv_cache_memory_bytes, 0) * mesh.size
+    if room:
+        dtype = cached_dtype(mesh, r.dtype)
+        rows = min(rows, room // cache.cache_row_bytes(cfg, length=longest, dtype=dtype))
     if rows < row_multiple:
         raise UserError(
             f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest} tokens, within rollout.kv_cache_memory_bytes="
-            f"{r.cache_on_cpu} on a CPU, must be at least {row_multiple}, one for each device that shares them; raise"
-            " what is too low"
+            f"{room // (1 if on_cpu else mesh.size)}, must be at least {row_multiple}, one for each device that shares"
+            " them; raise what is too low"
         )
     return InprocessSettings(
         cfg=pad_vocab(cfg, tensor_parallel),
@@ -124,7 +127,7 @@ def inprocess_settings(c: Loop, mesh: Mesh) -> InprocessSettings:
         max_model_len=longest,
         dtype=r.dtype,
         by_row=sharding.whole_rows_sharding(mesh),
-        of_cache=sharding.cache_sharding(mesh, attention.cache_heads(cfg)),
+        of_cache=sharding.cache_sharding(mesh, cache.cache_heads(cfg)),
         cut=bool(settings.cuts(r) or settings.cuts(r.val_kwargs)),
         experts=r.routing_replay,
         kept=kept_tokens(c, cfg),

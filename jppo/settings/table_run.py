@@ -104,9 +104,9 @@ class Rollout(Section):
         " -1: max_num_seqs, at least 256", bounds="[1,", off=-1, only=_SERVERS)
     gpu_memory_utilization: float = setting(0.4, "Fraction of a GPU's memory for a server", bounds="(0, 1]",
         only=_SERVERS)
-    kv_cache_memory_bytes: int = setting(-1, "KV cache of a server, or of the in-process engine on a CPU. -1: 256 MiB"
-        " on a CPU; on a GPU what gpu_memory_utilization leaves, which vLLM measures", unit="bytes", bounds="[1,",
-        off=-1)
+    kv_cache_memory_bytes: int = setting(-1, "KV cache of a server, or of the in-process engine on a device. -1: on a"
+        " CPU 256 MiB or 1 GiB; on a GPU what gpu_memory_utilization leaves, which vLLM measures; in-process no limit",
+        unit="bytes", bounds="[1,", off=-1)
     omp_threads: int = setting(-1, "Threads of a server on a CPU. -1: OMP_NUM_THREADS, or 1 for a model below 10M"
         " parameters, or all cores of its share, half of them with rollout.mode=async",
         bounds="[1,", off=-1, only=_SERVERS)
@@ -174,7 +174,9 @@ class Rollout(Section):
     @property
     def cache_on_cpu(self) -> int:
         """Returns the bytes of the KV cache on a CPU."""
-        return self.kv_cache_memory_bytes if self.kv_cache_memory_bytes > 0 else 2**28
+        if self.kv_cache_memory_bytes > 0:
+            return self.kv_cache_memory_bytes
+        return 2**30 if self.name == "inprocess" else 2**28
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.models import attention, rotary
+from jppo.models import attention, cache, rotary
 
 
 def loop_attend(q, k, v, segment, sinks=None, *, scale, softcap=None, window=None):
@@ -150,21 +150,23 @@ def test_backwards_it_holds_the_scores_of_one_block():
     assert kept(512) < 2.5 * kept(256)
 
 
-@pytest.mark.parametrize("window, sinks", [(None, False), (3, False), (3, True)])
-def test_a_cache_gives_what_the_row_gives(rng, window, sinks):
-    """Queries of the last positions over a cache of all, filled beyond them with anything."""
+@pytest.mark.parametrize("window, sinks, by_sums", [(None, False, True), (3, False, False), (3, True, True)])
+def test_a_cache_gives_what_the_row_gives(rng, window, sinks, by_sums):
+    """Newest tokens over a ring of what came before them, filled elsewhere with anything."""
     q = rng.normal(size=(2, 9, 6, 4)).astype(np.float32)
     k, v = rng.normal(size=(2, 2, 9, 2, 4)).astype(np.float32)
     settings = dict(scale=0.3, softcap=2.0, windows=(window,))
     sunk = rng.normal(size=6).astype(np.float32) if sinks else None
     whole = plain(**settings)(q, k, v, np.ones((2, 9), np.int32), 0, sunk)
-    position = np.array([[3, 4], [6, 7]], np.int32)
-    here = np.take_along_axis(q, position[:, :, None, None], 1)
-    far = np.full((2, 4, 2, 4), 1e3, np.float32)
-    found = attention.attend_cached(
-        here, np.concatenate([k, far], 1), np.concatenate([v, far], 1), position, 0, sunk, **settings
-    )
-    np.testing.assert_allclose(found, np.take_along_axis(whole, position[:, :, None, None], 1), atol=2e-6)
+    position, slot, slots = np.array([3, 7], np.int32), 2, 11
+    here = q[[0, 1], position]
+    ring = np.full((2, 2, 2, slots, 4), 1e3, np.float32)  # keys and values
+    for row, last in enumerate(position):
+        for p in range(last + 1):
+            ring[:, row, :, (slot - last + p) % slots] = k[row, p], v[row, p]
+    visible = cache.find_visible(position, np.int32(slot), slots, (window,), 0)
+    attend = cache.make_attend_cached(scale=0.3, softcap=2.0, by_sums=by_sums)
+    np.testing.assert_allclose(attend(here, *ring, visible, sunk), whole[np.arange(2), position], atol=2e-6)
 
 
 def test_no_gradient_crosses_a_segment_border_or_time(rng):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.models import attention, config_reader, decoder, heads, hf, params
+from jppo.models import attention, cache, config_reader, decoder, heads, hf, params
 from tests.make import assert_close, logits, whole
 from tests.models.conftest import BY_FAMILY
 
@@ -259,19 +259,35 @@ def test_a_cache_gives_the_logits_of_the_whole_row(checkpoint, rng, name):
     kernel = decoder.head_kernel(values, cfg)
     split = decoder.split_layers({"params": values}, cfg)
 
+    settings = decoder.attention_settings(cfg)
+    to_cache = cache.make_attend_cached(scale=settings["scale"], softcap=settings["softcap"])
+
     @jax.jit
-    def forward(held, tokens, position, segment=None):
-        hidden, held, _ = decoder.forward_cached(split, cfg, tokens, position, held, segment)
+    def read(prompts, segment):
+        hidden, held, _ = decoder.forward_prompts(
+            split, cfg, prompts, segment, dtype=jnp.float32, attend=attention.make_plain(**settings)
+        )
         return heads.logits_of((hidden, kernel, cfg)), held
+
+    @jax.jit
+    def forward(held, token, position, slot):
+        hidden, held, _ = decoder.forward_token(
+            split, cfg, token, position, held, slot, dtype=jnp.float32, attend=to_cache
+        )
+        return heads.logits_of((hidden, kernel, cfg))[:, 0], held
 
     lengths = np.array([11, 6])
     real = np.arange(11) < lengths[:, None]
-    prompt = np.where(real, tokens[:, :11], 0)
-    held = attention.empty_cache(cfg, rows=2, length=19, dtype=jnp.float32)
-    found, held = forward(held, prompt, whole(prompt)[1], real.astype(np.int32))
+    found, prompts = read(np.where(real, tokens[:, :11], 0), real.astype(np.int32))
     for i, n in enumerate(lengths):
         assert_close(np.asarray(found)[i, :n], expected[i, :n])
+    empty = cache.empty_cache(cfg, rows=2, length=13, dtype=jnp.float32)
+    slot = np.int32(7)  # in the middle of the ring, whose end the prompts and the tokens cross
+    held = cache.write_prompts(empty, prompts, np.array([0, 1], np.int32), lengths, slot)
     for step in range(8):
-        at = (lengths + step)[:, None].astype(np.int32)
-        found, held = forward(held, np.take_along_axis(tokens, at, 1), at)
-        assert_close(np.asarray(found)[:, 0], expected[np.arange(2), at[:, 0]])
+        if step == 2:  # the ring is full: 11 and 2 tokens
+            held, slot = cache.grow_cache(held, 19, slot), np.int32(0)
+        at = (lengths + step).astype(np.int32)
+        found, held = forward(held, tokens[[0, 1], at], at, slot)
+        assert_close(np.asarray(found), expected[np.arange(2), at])
+        slot = (slot + 1) % (13 if step < 2 else 19)

@@ -10,7 +10,7 @@ import pytest
 from jppo.errors import UserError
 from jppo.learner import cost, sharding
 from jppo.learner.sharding import require_divisible
-from jppo.models import attention, config_reader, decoder, delta, hf_write, lora
+from jppo.models import cache, config_reader, decoder, delta, hf_write, lora
 from jppo.rollout.servers.member import ServerSettings
 from jppo.rollout.vllm.arguments import require_delta_nets
 from tests.models.conftest import config_of
@@ -133,11 +133,11 @@ def test_memory_grows_with_tokens_not_with_states():
 
 
 def test_a_cache_has_states_in_place_of_keys():
-    held = attention.empty_cache(CFG, rows=3, length=20, dtype=jnp.bfloat16)
+    held = cache.empty_cache(CFG, rows=3, length=20, dtype=jnp.bfloat16)
     assert [type(one).__name__ for one in held] == 2 * ["DeltaCache", "DeltaCache", "LayerCache"]
     keys, states = 2 * 2 * 20 * 2 * 24, 4 * 2 * 3 * 10 * 14  # two layers' keys and values, four layers' states
     inputs = 4 * 3 * (2 * 2 * 10 + 6 * 14)
-    assert attention.cache_row_bytes(CFG, length=20, dtype=jnp.bfloat16) == 2 * keys + 4 * states + 2 * inputs
+    assert cache.cache_row_bytes(CFG, length=20, dtype=jnp.bfloat16) == 2 * keys + 4 * states + 2 * inputs
 
 
 def test_a_token_costs_its_products_with_the_state_and_no_pairs():

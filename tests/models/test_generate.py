@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jppo.models import config_reader, decoder, generate, heads
+from jppo.models.cache import make_attend_cached
 from jppo.models.generate import SamplingRule
 from jppo.types import OVERFLOW
 from tests.models.conftest import config_of
@@ -58,6 +59,23 @@ def test_top_p_is_a_share_of_what_min_p_leaves():
 def test_nothing_is_cut_from_a_flat_tail_where_both_are_off():
     logits = jnp.concatenate([jnp.zeros((1, 1)), jnp.full((1, 200_000), -30.0)], axis=1)
     assert np.array_equal(generate.keep_likeliest(logits, np.int32(-1), np.float32(1.0), np.float32(0.0)), logits)
+
+
+def test_tokens_of_a_large_vocabulary_come_as_often_as_their_log_probs_say():
+    """Of several groups of chunks, the last one not full: by thirds of the vocabulary, and by the place in a chunk."""
+    logits = np.random.default_rng(5).normal(0, 2, 9000).astype(np.float32)
+    logits[4000:4200] = heads.NO_TOKEN  # a whole chunk and parts of two
+    count = 6_000
+    rows, seeds = jnp.broadcast_to(jnp.asarray(logits)[None], (count, 9000)), jnp.arange(count, dtype=jnp.uint32)
+    parts = [
+        choose(rows[:2000], seeds[i : i + 2000], jnp.zeros(2000, jnp.int32), choice(), cut=False)
+        for i in range(0, count, 2000)
+    ]
+    token, logp = (np.concatenate(part) for part in zip(*parts, strict=True))
+    probs = np.exp(np.float64(logits)) / np.exp(np.float64(logits)).sum()
+    np.testing.assert_allclose(np.exp(logp), probs[token], rtol=2e-5)
+    for of in (np.arange(9000) // 1000, np.arange(9000) % 128 // 16, np.arange(9000) // 128 % 32 // 4):
+        np.testing.assert_allclose(np.bincount(of[token]) / count, np.bincount(of, probs), atol=0.016)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +128,7 @@ def test_rows_go_on_until_enough_of_them_are_free(enough, turns, taken):
     """Rows of 2, 3 and 7 tokens to go."""
     cfg = config_reader.parse_config(config_of("qwen3-tied"), path="config.json")
     model = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=jnp.float32)
-    slots = generate.empty_slots(cfg, rows=3, length=9, dtype=jnp.float32)
+    slots = generate.empty_slots(cfg, rows=3, length=9, slots=8, dtype=jnp.float32)
     slots = dataclasses.replace(slots, until=jnp.array([2, 3, 7], jnp.int32))
     slots = generate.next_tokens(
         generate.prepare_model(model, cfg, dtype=jnp.float32),
@@ -121,13 +139,15 @@ def test_rows_go_on_until_enough_of_them_are_free(enough, turns, taken):
         ends=(),
         steps=turns,
         cut=False,
+        dtype=jnp.float32,
+        attend=make_attend_cached(scale=cfg.query_scale, softcap=cfg.attn_softcap),
     )
     assert slots.last.tolist() == [min(taken, until) for until in (2, 3, 7)]
 
 
 def test_nothing_is_kept_of_tokens_that_were_not_sampled():
     cfg = config_reader.parse_config(config_of("qwen3-tied"), path="config.json")
-    slots = generate.empty_slots(cfg, rows=2, length=5, dtype=jnp.float32, kept=3)
+    slots = generate.empty_slots(cfg, rows=2, length=5, slots=4, dtype=jnp.float32, kept=3)
     np.testing.assert_array_equal(slots.kept, np.full((2, 5, 3), -1))
 
 

@@ -14,7 +14,7 @@ import pytest
 from jppo import train
 from jppo.errors import UserError
 from jppo.learner import packing, score, sharding, state
-from jppo.models import attention, config_reader, decoder, heads, lora, params
+from jppo.models import cache, config_reader, decoder, heads, lora, params
 from jppo.models.config import pad_vocab
 from jppo.models.decoder import Decoder
 from jppo.rollout import inprocess, protocol
@@ -73,7 +73,7 @@ def engine_of(cfg, mesh, rows, ends=ENDS, cut=False, dtype="float32", experts=Fa
         max_model_len=LONGEST,
         dtype=dtype,
         by_row=sharding.whole_rows_sharding(mesh),
-        of_cache=sharding.cache_sharding(mesh, attention.cache_heads(cfg)),
+        of_cache=sharding.cache_sharding(mesh, cache.cache_heads(cfg)),
         cut=cut,
         experts=experts,
         kept=kept,
@@ -136,8 +136,10 @@ def by_a_loop(cfg, values, prompts, sampling, ends=ENDS):
             if sampling.temperature == 0:
                 token = int(np.argmax(logits[b, at - 1]))
             else:
-                key = jax.random.fold_in(keys[b], at)
-                token = int(jax.random.categorical(key, logits[b, at - 1] / np.float32(sampling.temperature)))
+                scaled = np.float64(logits[b, at - 1]) / sampling.temperature
+                sums = np.cumsum(np.exp(scaled - scaled.max()))  # a vocabulary of one chunk: the third number decides
+                uniform = float(jax.random.uniform(jax.random.fold_in(keys[b], at), (3,))[2])
+                token = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
             out[b].append(token)
             if at < LONGEST:
                 tokens[b, at] = token
@@ -461,8 +463,8 @@ def test_a_token_outside_of_its_kept_tokens_is_an_error():
 def test_rows_and_parameters_lie_in_their_shards(made):
     sampler, _, values = made(rows=8, mesh_shape=(1, 4, 2))
     slots = sampler._programs.empty()
-    assert {x.sharding.shard_shape(x.shape)[0] for x in jax.tree.leaves(slots)} == {2}
-    assert slots.cache[0].k.sharding.shard_shape(slots.cache[0].k.shape)[2] == 1  # of two heads
+    assert {x.sharding.shard_shape(x.shape)[0] for x in jax.tree.leaves(slots) if x.ndim} == {2}
+    assert slots.cache[0].k.sharding.shard_shape(slots.cache[0].k.shape)[1] == 1  # of two heads
     split = sampler._programs.prepare(values)
     for layer in split["layers"]:
         up = layer["params"]["mlp"]["up"]["kernel"]
@@ -481,6 +483,27 @@ def test_no_later_call_compiles(made):
         cut = dataclasses.replace(SAMPLING, top_p=0.9, top_k=7, min_p=0.01, stop=("7 1", "5"), ignore_eos=True)
         sampler.generate(ask(12), cut, version=7)
     assert not seen
+
+
+def test_the_cache_grows_with_its_rows(monkeypatch):
+    """From 10 slots to 20: only where a row needs them, with rows that come later, and nothing is compiled."""
+    monkeypatch.setattr(inprocess, "_FEWEST_SLOTS", 10)
+    monkeypatch.setattr(inprocess, "TURNS", 3)
+    cfg, mesh, values = model_of(NAME)
+    sampler = engine_of(cfg, mesh, rows=4)
+    assert sampler.settings.slot_counts == [10, 20]
+    sampler.hold(values, version=7)
+    grown, grow = [], sampler._programs.grow
+    object.__setattr__(sampler._programs, "grow", lambda slots, count: grown.append(count) or grow(slots, count))
+    short = dataclasses.replace(ask(1)[0], ids=ask(1)[0].ids[:2])
+    prompts, later = [short], [short, *ask(9)]
+    for prompts, max_tokens, sizes in ((prompts, 3, []), (prompts, 9, []), (prompts, 12, [20]), (later, 12, [20])):
+        sampling = dataclasses.replace(SAMPLING, max_tokens=max_tokens)
+        with compilations() as seen:
+            found = sampler.generate(prompts, sampling, version=7)
+        assert responses(found) == by_a_loop(cfg, values, prompts, sampling)
+        assert grown == sizes and not seen
+        grown.clear()
 
 
 def test_long_prompts_have_a_few_shapes():
@@ -615,10 +638,12 @@ def test_the_row_of_a_caller_that_has_gone_is_free(made, monkeypatch):
 
 @pytest.mark.parametrize("room, rows", [(100, 16), (5, 5), (5.999, 5)])
 def test_rows_in_progress_are_as_many_as_the_cache_has_room_for(small_run, room, rows):
+    """In float32, as a CPU has it."""
     r = small_run.rollout
+    r.dtype = "bfloat16"
     r.max_num_seqs, small_run.data.train_batch_size, mesh = 16, 32, sharding.mesh_of_shape((1, 1, 1))
     cfg = inprocess_settings(typed(small_run), mesh).cfg
-    row = attention.cache_row_bytes(cfg, length=typed(small_run).data.longest_row, dtype=r.dtype)
+    row = cache.cache_row_bytes(cfg, length=typed(small_run).data.longest_row, dtype="float32")
     r.kv_cache_memory_bytes = int(room * row)
     assert inprocess_settings(typed(small_run), mesh).rows == rows
 
