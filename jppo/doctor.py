@@ -19,7 +19,7 @@ import rich.console
 
 from jppo import settings
 from jppo.errors import UserError
-from jppo.preflight import checks, machine
+from jppo.preflight import accelerators, checks, machine
 from jppo.preflight.finding import GIB, Finding, check_room, print_findings
 from jppo.preflight.memory_budget import available_memory
 from jppo.settings import Settings
@@ -32,6 +32,10 @@ DISK_WARN, DISK_FAIL = 10 * GIB, GIB
 def findings(python: str) -> Iterator[Finding]:
     """Yields the findings that need no config, in the order of the report."""
     yield from machine.check_environment(python, needed=bool(python))
+    cards = accelerators.gpus()
+    yield from accelerators.check_bfloat16(cards, {}, None)
+    yield from accelerators.check_small(cards)
+    yield from accelerators.check_wsl(accelerators.kernel_version(), ())
     free = available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))
     if free is not None:
         remedy = "end other programs, or give the container more"

@@ -8,6 +8,7 @@ The config has lengths from the data, batch sizes that divide, and a comment for
 """
 
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
@@ -21,12 +22,15 @@ from jppo import settings
 from jppo.data.prompts import SOLUTIONS
 from jppo.data.rows import Row, read_sources
 from jppo.errors import UserError, escaped, expanded
+from jppo.learner.sharding import fastest_dtype
 from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.preflight import memory
+from jppo.preflight.accelerators import NvidiaGpu, cuda_fault, gpus
+from jppo.preflight.finding import GIB
 from jppo.rewards.graders import FunctionPart, grader_of
 from jppo.rewards.pool import Pool
-from jppo.rollout.vllm.arguments import check_vllm
+from jppo.rollout.vllm.arguments import check_vllm, torch_cuda
 from jppo.run.inputs import Inputs, read_inputs
 from jppo.settings import Parser, Settings
 
@@ -40,6 +44,10 @@ GROUP = 8  # responses to a prompt, for GRPO
 MIN_MEASURED = 32  # tokens; shorter answers in the data do not tell how long responses will be
 TEMPLATE = "prompts are text, to which the chat template is not applied"
 SERVED_HEAD = 32  # least head size that vLLM serves on a CPU
+TRAINED_BYTES = 16  # of each trained parameter: itself, its gradient and two moments, in float32
+RANK = 32  # of adapters
+# The learning rate of adapters, as a multiple of that of all weights (Schulman et al. 2025, LoRA Without Regret).
+ADAPTER_RATE = 10
 # Up to so many parameters: learning rates of policy and critic, which were measured on models of this size.
 RATES = ((2e7, 1e-4, 3e-4), (3e8, 1e-5, 3e-5), (float("inf"), 1e-6, 1e-5))
 
@@ -108,7 +116,9 @@ def free_folder(files: str) -> str:
     return next(name for name in names if not os.path.lexists(name))
 
 
-def size_choices(count: int, backend: str, parameters: float, algorithm: str) -> Iterator[Proposal]:
+def size_choices(
+    count: int, backend: str, parameters: float, algorithm: str, adapters: bool = False
+) -> Iterator[Proposal]:
     """Yields the algorithm with its batch sizes, the length of the run and learning rates."""
     group = 1 if algorithm == "ppo" else GROUP
     batch = min((32 if backend == "cpu" else 256) // group, 1 << (count.bit_length() - 1))
@@ -121,35 +131,60 @@ def size_choices(count: int, backend: str, parameters: float, algorithm: str) ->
         yield Proposal("data.packing", "prefix", "computes a prompt once for its responses")
     yield Proposal("data.train_batch_size", batch, f"prompts per step, of {count}")
     yield Proposal("actor.ppo_mini_batch_size", mini, f"responses per update: {responses // mini} updates per step")
-    yield Proposal("actor.lr", actor, f"usual for {parameters / 1e6:.3g}M parameters")
+    rate, note = (ADAPTER_RATE, f", times {ADAPTER_RATE} for adapters") if adapters else (1, "")
+    yield Proposal("actor.lr", round(rate * actor, 10), f"usual for {parameters / 1e6:.3g}M parameters{note}")
     if algorithm == "ppo":
-        yield Proposal("critic.lr", critic, "the critic learns faster than the policy")
+        yield Proposal("critic.lr", round(rate * critic, 10), "the critic learns faster than the policy")
     yield Proposal("algorithm.use_kl_in_reward", True, "keeps the policy near its start, by algorithm.kl_coef")
     yield Proposal("trainer.total_training_steps", STEPS, f"about {epochs} passes over the data")
     yield Proposal("trainer.test_freq", STEPS // 10, "steps between tests")
     yield Proposal("trainer.save_freq", STEPS // 10, "steps between checkpoints")
 
 
-def machine_choices(backend: str, cfg: ModelConfig) -> Iterator[Proposal]:
-    """Yields the engine and the settings that depend on devices and installed vLLM."""
+def choose_engine(backend: str, cfg: ModelConfig, cards: Sequence[NvidiaGpu]) -> Proposal:
+    """Chooses vLLM where one is installed that runs on this machine and serves the model."""
+    own = functools.partial(Proposal, "rollout.name", "inprocess")
     try:
         build = "" if backend == "tpu" else check_vllm("")
     except UserError:
         build = ""
     if not build:
-        yield Proposal("rollout.name", "inprocess", "no vLLM here: the trainer samples by itself")
-    elif build == "cpu" and cfg.head_dim < SERVED_HEAD:
-        yield Proposal("rollout.name", "inprocess", f"vLLM on a CPU serves no heads of {cfg.head_dim}")
-    else:
-        yield Proposal("rollout.name", "vllm", f"vLLM for the {build.upper()} is installed")
-    if backend == "cpu":
+        return own("no vLLM here: the trainer samples by itself")
+    if build == "gpu" and (fault := cuda_fault(cards, torch_cuda(""))) is not None:
+        return own(f"vLLM does not run here ({fault}): the trainer samples by itself")
+    if build == "cpu" and cfg.head_dim < SERVED_HEAD:
+        return own(f"vLLM on a CPU serves no heads of {cfg.head_dim}")
+    return Proposal("rollout.name", "vllm", f"vLLM for the {build.upper()} is installed")
+
+
+def machine_choices(device: jax.Device, cfg: ModelConfig, cards: Sequence[NvidiaGpu]) -> Iterator[Proposal]:
+    """Yields the engine and the settings that depend on the device and installed vLLM."""
+    engine = choose_engine(device.platform, cfg, cards)
+    yield engine
+    if device.platform == "cpu":
         return
-    yield Proposal("model.compute_dtype", "bfloat16", f"fast on a {backend.upper()}")
-    yield Proposal("rollout.dtype", "bfloat16", "as model.compute_dtype")
+    dtype = fastest_dtype(device)
+    if dtype == "bfloat16":
+        yield Proposal("model.compute_dtype", dtype, f"fast on a {device.platform.upper()}")
+    else:
+        yield Proposal("model.compute_dtype", "float32", f"{device.device_kind} has no bfloat16")
+    yield Proposal("rollout.dtype", dtype, f"fast on a {device.device_kind}")
     yield Proposal("model.remat", "auto", "recomputes activations where memory is short")
     yield Proposal("actor.max_tokens_per_device", -1, "what fits in memory")
-    if build:
+    if engine.value == "vllm":
         yield Proposal("rollout.enforce_eager", False, "CUDA graphs: a slower start, faster sampling")
+
+
+def adapter_choices(device: jax.Device, parameters: float, algorithm: str) -> Iterator[Proposal]:
+    """Yields LoRA adapters where the training of all weights does not fit the device's memory."""
+    room = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
+    models = 2 if algorithm == "ppo" else 1
+    needed = (TRAINED_BYTES * models + 4) * parameters  # and the reference
+    if room is not None and needed > room:
+        reason = f"adapters: all weights would take {needed / GIB:.0f} GiB of a device's {room / GIB:.0f}"
+        yield Proposal("model.lora_rank", RANK, reason)
+        yield Proposal("model.lora_alpha", RANK, "scale of the adapters")
+        yield Proposal("model.param_dtype", "bfloat16", "of the frozen weights")
 
 
 def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str) -> Iterator[Proposal]:
@@ -212,17 +247,18 @@ def _choose_settings(files: str, val: str, model: str, reward: str, algorithm: s
     """Proposes the settings of a run; UserError where data, model or reward cannot be used."""
     rows = [row for source in read_sources(files, "DATA") for row in source.rows]
     _, cfg = hf.read_config(model, longest=1)
-    backend, limit = jax.default_backend(), cfg.max_position_embeddings
+    device, limit = jax.local_devices()[0], cfg.max_position_embeddings
     parameters = memory.engine_bytes(cfg, "float32") / 4
     proposals = [
         Proposal("model.path", model, f"{cfg.family}, {parameters / 1e6:.3g}M parameters"),
         *data_choices(files, val, rows, reward),
-        *machine_choices(backend, cfg),
+        *machine_choices(device, cfg, gpus() if device.platform == "gpu" else []),
         Proposal("trainer.run_dir", free_folder(files), "everything that the run writes; a run here is resumed"),
     ]
     inputs = read_inputs(_make_settings([*proposals, *loosest_sizes(limit)]))
-    sizes = size_choices(len(inputs.train.prompts), backend, parameters, algorithm)
-    choices = [*proposals, *length_choices(inputs, rows, limit, backend), *sizes]
+    adapters = [*adapter_choices(device, parameters, algorithm)]
+    sizes = size_choices(len(inputs.train.prompts), device.platform, parameters, algorithm, bool(adapters))
+    choices = [*proposals, *adapters, *length_choices(inputs, rows, limit, device.platform), *sizes]
     c = _make_settings(choices)
     read_inputs(c)
     if reward:

@@ -15,7 +15,7 @@ from jppo.doctor import GIB, Finding
 from jppo.plugins.forecast.compilers import CUDNN
 from jppo.plugins.sglang import client
 from jppo.preflight import machine
-from jppo.preflight.memory_budget import NvidiaGpu, gpus
+from jppo.preflight.accelerators import NvidiaGpu
 
 REQUIREMENTS = (
     "numpy<3,>=2.0",
@@ -87,11 +87,14 @@ def test_memory_is_what_the_machine_and_the_container_leave(tmp_path):
 
 
 def test_jax_says_what_it_will_train_on(monkeypatch):
-    assert machine.check_devices(has_gpu=False) == Finding("JAX", "OK", "8 x cpu (cpu)")
-    unused = machine.check_devices(has_gpu=True)  # conftest sets JAX_PLATFORMS
-    assert (unused.verdict, unused.remedy) == ("WARN", "unset JAX_PLATFORMS")
+    assert machine.check_devices([], tpu=False) == Finding("JAX", "OK", "8 x cpu (cpu)")
+    card = NvidiaGpu("NVIDIA H100", "580.65.06", 80 << 30, (9, 0))
+    for cards, tpu, found in (([card], False, "GPU"), ([], True, "TPU")):
+        unused = machine.check_devices(cards, tpu)  # conftest sets JAX_PLATFORMS
+        assert (unused.verdict, unused.remedy) == ("WARN", "unset JAX_PLATFORMS")
+        assert unused.found.endswith(f"though there is a {found}")
     monkeypatch.setenv("JAX_PLATFORMS", "cube")
-    broken = machine.check_devices(has_gpu=False)
+    broken = machine.check_devices([], tpu=False)
     assert broken.verdict == "FAIL" and "cube" in broken.found
 
 
@@ -163,7 +166,7 @@ def test_sglang_is_asked_of_the_interpreter_that_is_named(tmp_path, monkeypatch)
     assert machine.check_server("sglang", "", has_gpu=True) == Finding("SGLang", "OK", "0.5.9")
     assert machine.check_server("sglang", "", has_gpu=False).verdict == "WARN"
     monkeypatch.setattr(machine, "check_vllm", lambda *_: pytest.fail("no vLLM is asked for"))
-    monkeypatch.setattr(machine, "check_devices", lambda _: Finding("JAX", "OK", "8 x cpu (cpu)"))
+    monkeypatch.setattr(machine, "check_devices", lambda *_: Finding("JAX", "OK", "8 x cpu (cpu)"))
     assert list(machine.check_environment("", "sglang"))[-1].about == "SGLang"
 
 
@@ -180,7 +183,7 @@ def test_sglang_is_asked_of_the_interpreter_that_is_named(tmp_path, monkeypatch)
 def test_the_driver_fits_the_cuda_of_jax(driver, cuda, verdict, said):
     found = machine.check_driver([NvidiaGpu("NVIDIA H100", driver, 80 << 30)] * 8, cuda)
     assert found.verdict == verdict and said in found.found
-    assert ("jax[cuda12]" in found.remedy) == (driver == "570.86" and cuda == 13)
+    assert ("'jppo[cuda12]'" in found.remedy) == (driver == "570.86" and cuda == 13)
 
 
 @pytest.mark.parametrize(
@@ -217,13 +220,3 @@ def test_triton_needs_a_compiler_and_the_headers(monkeypatch, tmp_path):
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert machine.check_triton("") == Finding("Triton", "OK", f"gcc and {tmp_path / 'Python.h'}")
-
-
-def test_gpus_are_read_from_the_driver(monkeypatch, tmp_path):
-    program = tmp_path / "nvidia-smi"
-    shared = "NVIDIA GB10, 580.95.05, [N/A]"  # its memory is the host's
-    program.write_text(f"#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 580.65.06, 81559'\necho '{shared}'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    h100 = NvidiaGpu("NVIDIA H100 80GB HBM3", "580.65.06", 81559 << 20)
-    assert gpus() == [h100, NvidiaGpu("NVIDIA GB10", "580.95.05", None)]

@@ -1,11 +1,14 @@
 """jppo.init: the config that it writes is lawful, and fits data, model and machine."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from examples import arithmetic
 from jppo import init, settings
+from jppo.errors import UserError
+from jppo.preflight.accelerators import NvidiaGpu
 from jppo.run.inputs import read_inputs
 from jppo.settings import table
 from tests.make import one_line, write_rows
@@ -117,3 +120,76 @@ def test_what_cannot_be_trained_is_one_line_and_no_file(folder, capsys, rows, wo
     write_rows(folder / "rows.jsonl", *rows)
     assert said in one_line(capsys, init.main, "rows.jsonl", "--model=model", *words)
     assert not (folder / "config.py").exists()
+
+
+GIB = 2**30
+NOT_INSTALLED = UserError("vLLM is not installed")
+
+
+def stand_in(platform, kind, capability=None, room=None):
+    """A device of JAX."""
+    stats = None if room is None else {"bytes_limit": room}
+    known = {} if capability is None else {"compute_capability": capability}
+    return SimpleNamespace(platform=platform, device_kind=kind, memory_stats=lambda: stats, **known)
+
+
+T4 = stand_in("gpu", "Tesla T4", "7.5", 11 * GIB)
+A100 = stand_in("gpu", "NVIDIA A100-SXM4-40GB", "8.0", 30 * GIB)
+H100 = stand_in("gpu", "NVIDIA H100 80GB HBM3", "9.0", 60 * GIB)
+V5E = stand_in("tpu", "TPU v5 lite", room=15 * GIB)
+OLD = NvidiaGpu("NVIDIA A100-SXM4-40GB", "550.54.15", 40 * GIB, (8, 0))
+NEW = NvidiaGpu("NVIDIA A100-SXM4-40GB", "580.65.06", 40 * GIB, (8, 0))
+
+
+@pytest.mark.parametrize(
+    ("device", "vllm", "card", "engine", "dtypes", "why"),
+    [
+        (T4, None, NEW, "inprocess", ("float32", "float16"), "no vLLM here: the trainer samples by itself"),
+        (A100, None, NEW, "inprocess", ("bfloat16", "bfloat16"), "no vLLM here: the trainer samples by itself"),
+        (A100, "gpu", NEW, "vllm", ("bfloat16", "bfloat16"), "vLLM for the GPU is installed"),
+        (A100, "gpu", OLD, "inprocess", ("bfloat16", "bfloat16"), "does not run here (driver 550.54.15; CUDA 13 needs"),
+        (V5E, "gpu", None, "inprocess", ("bfloat16", "bfloat16"), "no vLLM here: the trainer samples by itself"),
+    ],
+)
+def test_the_machine_chooses_engine_and_dtypes(monkeypatch, device, vllm, card, engine, dtypes, why):
+    def check(_):
+        if vllm is None:
+            raise NOT_INSTALLED
+        return vllm
+
+    monkeypatch.setattr(init, "check_vllm", check)
+    monkeypatch.setattr(init, "torch_cuda", lambda _: 13)
+    cfg = SimpleNamespace(head_dim=64)
+    found = {one.name: one for one in init.machine_choices(device, cfg, [] if card is None else [card])}
+    assert found["rollout.name"].value == engine and why in found["rollout.name"].reason
+    assert (found["model.compute_dtype"].value, found["rollout.dtype"].value) == dtypes
+    assert ("rollout.enforce_eager" in found) == (engine == "vllm")
+
+
+@pytest.mark.parametrize(
+    ("device", "parameters", "algorithm", "adapters"),
+    [
+        (T4, 0.49e9, "ppo", True),  # 36 bytes of each: 16.4 GiB
+        (T4, 0.49e9, "grpo", False),  # 20 bytes of each: 9.1 GiB
+        (T4, 1.54e9, "grpo", True),
+        (V5E, 0.49e9, "ppo", True),
+        (H100, 0.49e9, "ppo", False),
+        (H100, 7.6e9, "grpo", True),
+        (stand_in("cpu", "cpu"), 7.6e9, "ppo", False),
+    ],
+)
+def test_adapters_are_trained_where_all_weights_do_not_fit(device, parameters, algorithm, adapters):
+    found = {one.name: one.value for one in init.adapter_choices(device, parameters, algorithm)}
+    expected = {"model.lora_rank": 32, "model.lora_alpha": 32, "model.param_dtype": "bfloat16"}
+    assert found == (expected if adapters else {})
+
+
+def test_a_small_gpu_gets_a_config_that_trains_adapters(folder, monkeypatch, capsys):
+    monkeypatch.setattr(init, "check_vllm", lambda _: (_ for _ in ()).throw(NOT_INSTALLED))
+    monkeypatch.setattr(init, "gpus", lambda: [])
+    monkeypatch.setattr(init.jax, "local_devices", lambda: [stand_in("gpu", "Tesla T4", "7.5", 2**20)])
+    found = written("rows.jsonl", "--reward=reward.py")
+    assert (found["rollout.name"], found["rollout.dtype"], found["model.lora_rank"]) == ("inprocess", "float16", 32)
+    assert (found["actor.lr"], found["critic.lr"]) == (1e-3, 3e-3)  # ten times 1e-4 and 3e-4
+    said = capsys.readouterr().out
+    assert "no vLLM here: the trainer samples by itself" in said and "Tesla T4 has no bfloat16" in said

@@ -25,6 +25,7 @@ from jppo.errors import UserError
 from jppo.learner import optim
 from jppo.models import placing
 from jppo.models.config import ModelConfig
+from jppo.models.fused import capability
 from jppo.models.kernels import Quantized, einsum
 from jppo.models.sequence_parallel import COLUMNS, EXPERT, POSITIONS, WHOLE, fit_axes, row_axes
 from jppo.models.sequence_parallel import ROWS as ROW_AXES
@@ -241,6 +242,14 @@ def _refuse_size(setting: str, divided: str, size: int) -> None:
     raise UserError(f"{setting} must divide {divided}; {', '.join(fitting)} would")
 
 
+BFLOAT16_FROM = (8, 0)  # compute capability of the first NVIDIA GPUs with products of bfloat16
+
+
+def fastest_dtype(device: jax.Device) -> str:
+    """Returns the dtype of the fastest products on a GPU or TPU: bfloat16, on older GPUs float16."""
+    return "float16" if (0, 0) < capability(device) < BFLOAT16_FROM else "bfloat16"
+
+
 TERA, GIB = 1e12, 2**30
 MEASURE_S = 0.25
 
@@ -261,6 +270,7 @@ PEAKS: dict[str, tuple[float | None, float | None]] = {
     "NVIDIA A30": (165.0, 10.3),
     "NVIDIA RTX A6000": (154.8, 38.7),
     "NVIDIA GeForce RTX 4090": (165.2, 82.6),
+    "NVIDIA GeForce RTX 4060": (30.2, 15.1),
     "NVIDIA GeForce RTX 3090": (71.0, 35.6),
     "Tesla V100": (None, 15.7),
     "Tesla T4": (None, 8.1),

@@ -5,16 +5,16 @@ import functools
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
 from jppo import plugins, process, settings
 from jppo.errors import expanded
-from jppo.learner.make import open_mesh
+from jppo.learner.make import OFFLOADABLE, offloaded_parts, open_mesh
 from jppo.learner.ppo import StepLearner
-from jppo.preflight import machine, memory, memory_budget, models_and_data, preview
+from jppo.preflight import accelerators, machine, memory, memory_budget, models_and_data, preview
 from jppo.preflight.finding import Check, Finding, examine
 from jppo.preflight.programs import Estimate
 from jppo.preflight.request import DryRun
@@ -117,7 +117,9 @@ def dry_run_of_one_model(
         stored = memory.stored_model(c, task.mesh, task.cfg, task.adapters, task.head, "optim")
         return room_on_disk(c, stored, memory.engine_bytes(task.cfg, c.model.param_dtype))
 
-    return with_findings(text, [*machine.check_environment(None), *examine([*folder_checks(c), Check("disk", disk)])])
+    findings = [*machine.check_environment(None)]
+    findings += accelerator_findings(c, {"model.compute_dtype": c.model.compute_dtype}, None)
+    return with_findings(text, [*findings, *examine([*folder_checks(c), Check("disk", disk)])])
 
 
 def with_findings(text: str, findings: Sequence[Finding]) -> str:
@@ -137,8 +139,17 @@ def machine_findings(c: Settings) -> Iterator[Finding]:
     process.take_little()
     starts_servers = c.rollout.name != "inprocess" and not c.rollout.urls
     yield from machine.check_environment(c.rollout.python if starts_servers else None, c.rollout.name)
+    dtypes = {"model.compute_dtype": c.model.compute_dtype, "rollout.dtype": c.rollout.dtype}
+    yield from accelerator_findings(c, dtypes, "rollout.dtype" if starts_servers else None)
     yield machine.check_loopback()
     yield machine.check_sandbox()
+
+
+def accelerator_findings(c: Training, dtypes: Mapping[str, str], refused: str | None) -> Iterator[Finding]:
+    """Compares a run's dtypes and offload with the GPUs and the kernel; servers refuse bfloat16 of `refused`."""
+    yield from accelerators.check_bfloat16(accelerators.gpus(), dtypes, refused)
+    offloaded = [".".join(OFFLOADABLE[part]) for part in offloaded_parts(c)]
+    yield from accelerators.check_wsl(accelerators.kernel_version(), offloaded)
 
 
 def failures(findings: Iterable[Finding]) -> list[str]:

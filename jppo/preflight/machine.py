@@ -1,4 +1,4 @@
-"""Checks of the machine: programs, devices, sandbox protections; and of a run: its folder, disk, memory, ports."""
+"""Checks of the machine: programs, ports, sandbox protections; and of a run: its folder, disk, memory, ports."""
 
 import http.server
 import importlib.metadata
@@ -17,33 +17,31 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import httpx
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 import jppo
 from jppo import plugins, settings
 from jppo.child_process import executable
 from jppo.errors import UserError, expanded
+from jppo.preflight.accelerators import (
+    DRIVERS,
+    check_devices,
+    check_driver,
+    check_libraries,
+    check_server_cuda,
+    gpus,
+    has_tpu,
+)
 from jppo.preflight.finding import GIB, Finding, Verdict
-from jppo.preflight.memory_budget import CHOSEN, MemoryBudget, NvidiaGpu, gpus
+from jppo.preflight.memory_budget import CHOSEN, MemoryBudget
 from jppo.rollout.servers.member import HOST, require_free_ports
-from jppo.rollout.vllm.arguments import check_vllm, install_for_cpu
+from jppo.rollout.vllm.arguments import check_vllm, install_for_cpu, torch_cuda
 from jppo.run.resume import require_own, require_resumable
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import steps_in
 from jppo.runlog.make import require_loggers
 from jppo.settings import Settings, Training
 
-# Runs in a separate process: a broken jaxlib ends it, and a device may be slow or in use.
-_DEVICES = """
-import json, jax
-print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()]]))
-"""
 _HEADER = "import sysconfig; print(sysconfig.get_paths()['include'] + '/Python.h')"
-DRIVERS = {12: 525, 13: 580}  # least driver version of each CUDA version; NVIDIA's release notes
-# GPUs of the architectures sm_100 and sm_103, for which JAX's CUDA plugin warns of cuBLAS 12.8 to 13.1: kernels free
-# tensor memory several times.
-BLACKWELL = ("B200", "B300")
-DEVICES_TIMEOUT_S = 120
 LOOPBACK_TIMEOUT_S = 5.0
 
 
@@ -74,62 +72,6 @@ def check_packages(requirements: Iterable[str], version: Callable[[str], str | N
             good_count += 1
     if good_count:
         yield Finding("packages", "OK", f"{good_count} within the tested bounds")
-
-
-def check_devices(has_gpu: bool) -> Finding:
-    """Checks in a separate process which devices JAX finds, and that a GPU is used."""
-    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves the memory to a run under way
-    command = [sys.executable, "-c", _DEVICES]
-    try:
-        probe = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=DEVICES_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        remedy = "end the process that holds the device, or set JAX_PLATFORMS=cpu"
-        return Finding("JAX", "FAIL", f"no device in {DEVICES_TIMEOUT_S} s", remedy)
-    if probe.returncode != 0:
-        message = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
-        return Finding("JAX", "FAIL", message[-300:], "reinstall jax, or set JAX_PLATFORMS=cpu")
-    backend, kinds = json.loads(probe.stdout.splitlines()[-1])
-    devices = f"{len(kinds)} x {kinds[0]} ({backend})"
-    if backend != "cpu" or not has_gpu:
-        return Finding("JAX", "OK", devices)
-    platforms = os.environ.get("JAX_PLATFORMS")
-    remedy = "unset JAX_PLATFORMS" if platforms else f"{sys.executable} -m pip install 'jppo[cuda]'"
-    return Finding("JAX", "WARN", f"{devices}, though there is a GPU", remedy)
-
-
-def check_driver(cards: Sequence[NvidiaGpu], cuda: int | None) -> Finding:
-    """Compares the driver with the CUDA of JAX's plugin; None: JAX has none."""
-    driver = cards[0].driver
-    summary = f"{len(cards)} x {cards[0].name}, driver {driver}"
-    minimum = DRIVERS.get(cuda or 0)
-    if minimum is None or not driver.split(".")[0].isdecimal() or int(driver.split(".")[0]) >= minimum:
-        return Finding("driver", "OK", summary)
-    older = max((version for version, least in DRIVERS.items() if int(driver.split(".")[0]) >= least), default=None)
-    other = f", or {sys.executable} -m pip install 'jax[cuda{older}]' in place of JAX's CUDA {cuda}" if older else ""
-    return Finding("driver", "FAIL", f"{summary}; CUDA {cuda} needs {minimum} or newer", f"update the driver{other}")
-
-
-def check_libraries(cards: Sequence[NvidiaGpu], version: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Compares cuBLAS with the GPU's generation, and cuDNN with the one that forecasts are compiled with."""
-    name = next((name for name in ("nvidia-cublas", "nvidia-cublas-cu12") if version(name)), None)
-    kind = next((gpu.name for gpu in cards if any(word in gpu.name for word in BLACKWELL)), None)
-    if name is not None and kind is not None:
-        installed = version(name) or ""
-        summary = f"{installed} on {kind}"
-        hint = "vLLM's and SGLang's torch pins 13.1, so give it an environment of its own by rollout.python"
-        remedy = f"{sys.executable} -m pip install 'nvidia-cublas>=13.2'; {hint}"
-        if Version(installed) < Version("12.8"):
-            yield Finding("cuBLAS", "FAIL", f"{summary}, whose kernels came with 12.8", remedy)
-        elif Version(installed) < Version("13.2"):
-            risk = "below 13.2 a kernel beside another, as on a second stream, may silently corrupt results"
-            yield Finding("cuBLAS", "WARN", f"{summary}: {risk}", remedy)
-        else:
-            yield Finding("cuBLAS", "OK", summary)
-    cudnn = plugins.load("forecast.compilers").CUDNN
-    if (installed := version("nvidia-cudnn-cu13") or "") and installed != cudnn:
-        yield Finding("cuDNN", "OK", f"{installed}; --dry_run --machine compiles attention with {cudnn}")
-    elif installed:
-        yield Finding("cuDNN", "OK", f"{installed}, as in --dry_run --machine")
 
 
 def check_triton(python: str) -> Finding:
@@ -216,11 +158,12 @@ def check_environment(python: str | None, engine: str = "vllm", *, needed: bool 
     if cards:
         yield check_driver(cards, next((n for n in DRIVERS if _installed_version(f"jax-cuda{n}-plugin")), None))
         yield from check_libraries(cards, _installed_version)
-    yield check_devices(bool(cards))
+    yield check_devices(cards, has_tpu())
     if python is not None:
         server = check_server(engine, python, bool(cards), needed=needed)
         yield server
         if cards and server.verdict == "OK":
+            yield from check_server_cuda(server.about, cards, torch_cuda(python), needed=needed)
             yield check_triton(python)
 
 

@@ -7,8 +7,6 @@ them, least recomputation first; the first that fits is selected.
 import dataclasses
 import json
 import pathlib
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -17,6 +15,7 @@ from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import UserError
 from jppo.learner import sharding
 from jppo.preflight import memory
+from jppo.preflight.accelerators import gpus
 from jppo.preflight.finding import GIB, Verdict
 from jppo.preflight.programs import Estimate, announce
 from jppo.rollout.make import published_dtype
@@ -155,27 +154,6 @@ def available_memory(proc: pathlib.Path, cgroup: pathlib.Path) -> int | None:
 
 def host_room() -> int | None:
     return available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))
-
-
-@dataclasses.dataclass(frozen=True)
-class NvidiaGpu:
-    """One GPU."""
-
-    name: str
-    driver: str  # version
-    memory: int | None  # bytes in all; None: shared with the host, and the driver counts none
-
-
-def gpus() -> list[NvidiaGpu]:
-    """Lists this machine's GPUs by nvidia-smi; [] without a driver."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
-    result = subprocess.run(query, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in result.stdout.splitlines()]
-    return [NvidiaGpu(name, driver, int(mib) * 2**20 if mib.isdigit() else None) for name, driver, mib in rows]
 
 
 def remedies(c: Training) -> Iterator[dict[str, Any]]:

@@ -13,8 +13,9 @@ import pytest
 from jppo import doctor, settings, train
 from jppo.plugins.forecast.account import Account
 from jppo.plugins.sandbox import choice
+from jppo.preflight import accelerators, machine, memory, memory_budget
 from jppo.preflight import checks as run
-from jppo.preflight import machine, memory, memory_budget
+from jppo.preflight.accelerators import NvidiaGpu
 from jppo.preflight.finding import GIB, Finding, examine
 from jppo.preflight.memory_budget import MemoryBudget
 from jppo.preflight.programs import Compilation, Estimate, ProgramMemory
@@ -215,6 +216,18 @@ BREAKS = (
     *(unwritable, old_clock, other_settings, no_publish_dir, full_disk, small_memory, useless_reward),
     *(no_protections, no_vllm, no_tokenizer, no_data, taken_port),
 )
+
+
+def test_dtypes_and_offload_are_compared_with_the_gpu_and_the_kernel(small_run, monkeypatch):
+    monkeypatch.setattr(machine, "check_environment", lambda *_: [])
+    monkeypatch.setattr(accelerators, "gpus", lambda: [NvidiaGpu("Tesla T4", "580.65.06", 15 << 30, (7, 5))])
+    monkeypatch.setattr(accelerators, "kernel_version", lambda: "Linux version 5.15.167.4-microsoft-standard-WSL2")
+    small_run.rollout.dtype, small_run.actor.optimizer_offload = "bfloat16", True
+    found = {one.about: one for one in run.machine_findings(typed(small_run))}
+    assert found["bfloat16"].verdict == "FAIL" and found["bfloat16"].remedy.startswith("set rollout.dtype to")
+    assert found["WSL2"].verdict == "WARN" and "actor.optimizer_offload=False" in found["WSL2"].remedy
+    small_run.rollout.name = "inprocess"
+    assert {one.about: one.verdict for one in run.machine_findings(typed(small_run))}["bfloat16"] == "WARN"
 
 
 @pytest.mark.parametrize("breaks", BREAKS, ids=lambda breaks: breaks.__name__)

@@ -33,6 +33,7 @@ from jppo.rollout.vllm.arguments import (
     install_for_cpu,
     require_attention,
     require_options,
+    torch_cuda,
     vllm_environment,
     vllm_options,
     vllm_program,
@@ -113,6 +114,13 @@ def test_check_vllm_tells_the_build(site, name, version, build):
     assert check_vllm(python_of(site)) == build
     (folder / "METADATA").unlink()
     folder.rmdir()
+
+
+@pytest.mark.parametrize("version, cuda", [("2.13.0", 13), ("2.13.0+cu130", 13), ("2.13.0+cu129", 12)])
+def test_the_cuda_of_a_server_is_its_torchs(site, version, cuda):
+    folder = distribution(site, "torch", version)
+    assert torch_cuda(python_of(site)) == cuda
+    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("name", ["vllm_tpu", "tpu_inference"])

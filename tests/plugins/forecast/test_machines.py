@@ -23,6 +23,8 @@ from jppo.plugins.forecast.schedule import Collective, CollectiveStart, Kernel, 
         ("8xB200", 1, 8, (), "NVIDIA B200"),
         ("2xA100-40GB", 1, 2, (), "NVIDIA A100-SXM4-40GB"),
         ("RTX-4090", 1, 1, (), "NVIDIA GeForce RTX 4090"),
+        ("RTX-4060", 1, 1, (), "NVIDIA GeForce RTX 4060"),
+        ("2xT4", 1, 2, (), "Tesla T4"),
         ("v5e-16", 1, 16, (4, 4), "TPU v5 lite"),
         ("v5litepod-8", 1, 8, (2, 4), "TPU v5 lite"),
         ("v5p-8", 1, 4, (2, 2, 1), "TPU v5"),  # counted by cores, two a chip
@@ -37,7 +39,7 @@ from jppo.plugins.forecast.schedule import Collective, CollectiveStart, Kernel, 
 def test_names_as_people_say_them(name, groups, each, shape, kind):
     found = machines.parse_machine(name)
     assert (found.groups, found.each, found.shape, found.chip.kind) == (groups, each, shape, kind)
-    assert found.devices == groups * each and found.chip.peak("bfloat16") > 1e14
+    assert found.devices == groups * each and found.chip.peak("bfloat16") > 8e12
 
 
 @pytest.mark.parametrize("name", ["8xB300", "0xH100", "H100x8", "", "2x2x2xH100", "v9-8", "2x2xv5e-8"])
@@ -54,7 +56,8 @@ def test_a_slice_of_another_size_lists_the_sizes():
 @pytest.mark.parametrize("name", [*machines.GPUS, *(f"{tpu}-8" for tpu in machines.TPUS)])
 def test_every_figure_is_there_and_plausible(name):
     chip = machines.parse_machine(name).chip
-    assert chip.peak("float32") < chip.peak("bfloat16") and 15 * 2**30 < chip.memory < 180 * 2**30
+    has_bfloat16 = name != "T4"  # XLA computes its products in float32 there
+    assert (chip.peak("float32") < chip.peak("bfloat16")) == has_bfloat16 and 7.9 * 2**30 < chip.memory < 180 * 2**30
     assert chip.network < chip.link < chip.hbm and chip.source
     if isinstance(chip, machines.Gpu):
         described = machines.target_config(chip, compilers.CUDNN)
