@@ -45,12 +45,30 @@ has_tpu() {
     return 1
 }
 
+# The extra with the JAX that runs with an NVIDIA driver on a GPU of a compute capability, as in accelerators.py
+cuda_extra() {
+    major=${1%%.*} capability=${2:-99.0}
+    if [ "$major" -ge 580 ] && [ "${capability%.*}${capability#*.}" -ge 75 ]; then
+        echo cuda
+    elif [ "$major" -ge 525 ]; then
+        echo cuda12
+    fi
+}
+
+gpu() { nvidia-smi --query-gpu="$1" --format=csv,noheader 2>/dev/null | head -n 1; }
+
 if nvidia-smi -L >/dev/null 2>&1; then
-    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
-    if [ "${driver%%.*}" -lt 580 ]; then
-        echo "error: the NVIDIA driver is $driver, and CUDA 13, which JAX and vLLM are built for, needs 580 or newer:" \
-            "update it, then run make setup again" >&2
+    driver=$(gpu driver_version)
+    extra=$(cuda_extra "$driver" "$(gpu compute_cap | grep -x '[0-9]*[.][0-9]*' || true)")
+    if [ -z "$extra" ]; then
+        echo "error: the NVIDIA driver is $driver, and CUDA 12 needs 525 or newer: update it, then run make setup" \
+            "again" >&2
         exit 1
+    elif [ "$extra" = cuda12 ]; then
+        echo "installing jppo with JAX for CUDA 12: downloads of several GB, some minutes; vLLM needs driver 580 and" \
+            "compute capability 7.5, so the rollout engine is the trainer's own, rollout.name=inprocess"
+        pip install -e '.[cuda12,dev]'
+        exit
     fi
     echo "installing jppo with JAX and vLLM for CUDA: downloads of several GB, some minutes"
     pip install -e '.[cuda,vllm,dev]'

@@ -104,6 +104,67 @@ def test_kubernetes_finds_its_servers_by_name():
         settings.check(c)
 
 
+PYTHON = """#!/bin/bash
+trap "echo ended; exit 143" TERM
+echo "$NODE_RANK/$NNODES $MASTER_ADDR:$MASTER_PORT $*"
+while [[ $2 == jppo.serve ]]; do sleep 0.1; done
+exit ${TRAINER:-0}
+"""
+
+
+@pytest.fixture
+def sky(tmp_path):
+    """Runs a task's script as SkyPilot does on a machine, with a Python that prints its arguments."""
+    yaml = pytest.importorskip("yaml")
+    (tmp_path / "jppo/bin").mkdir(parents=True)
+    (tmp_path / "jppo/bin/python").write_text(PYTHON)
+    (tmp_path / "jppo/bin/python").chmod(0o755)
+
+    def start(name, rank, **env):
+        task = yaml.safe_load((LAUNCH / name).read_text())
+        script = task["run"].replace("/shared/.", f"{tmp_path}/.").replace("sleep 5", "sleep 0.1")
+        addresses = [f"10.0.0.{i + 1}" for i in range(task["num_nodes"])]
+        env |= {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_NODES": str(len(addresses)), "HOME": str(tmp_path)}
+        env |= {"SKYPILOT_NODE_IPS": "\n".join(addresses), "SKYPILOT_TASK_ID": "sky-1_jppo"}
+        process = subprocess.Popen(["bash", "-c", script], env=os.environ | env, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    started = []
+    yield start
+    (tmp_path / ".sky-1_jppo.ended").touch()
+    for process in started:
+        process.communicate(timeout=60)
+
+
+def words_of(said):
+    c, _ = settings.parse([word for word in said.split() if word.startswith("--config")], "", settings.default())
+    settings.check(c)
+    return c
+
+
+def test_skypilot_gives_each_machine_its_number(sky):
+    for rank in range(2):
+        process = sky("skypilot.yaml", rank, TRAINER="143")
+        said = process.communicate(timeout=60)[0]
+        assert process.returncode == 143 and said.startswith(f"{rank}/2 10.0.0.1:29500 -m jppo.train --config=")
+        assert words_of(said).trainer.run_dir == "/shared/runs/gsm8k"
+
+
+def test_skypilot_starts_servers_that_end_after_the_trainer(sky):
+    servers = [sky("skypilot-servers.yaml", rank) for rank in (1, 4)]
+    failed = sky("skypilot-servers.yaml", 0, TRAINER="143")
+    assert failed.wait(timeout=60) == 143 and [server.poll() for server in servers] == [None, None]
+    trainer = sky("skypilot-servers.yaml", 0)
+    c = words_of(trainer.communicate(timeout=60)[0])
+    assert trainer.returncode == 0 and c.rollout.publish_host == "10.0.0.1" and c.rollout.publish_via == "tcp"
+    assert c.rollout.urls == ",".join(f"http://10.0.0.{i}:8000" for i in (2, 3, 4, 5))
+    for server in servers:
+        said = server.communicate(timeout=60)[0]
+        assert server.returncode == 0 and said.endswith("ended\n") and "--host=0.0.0.0" in said
+        assert words_of(said).rollout.port == 8000
+
+
 @pytest.mark.parametrize(
     "command",
     [["local.sh"], ["local.sh", "two", "true"], ["ssh.sh", "a"], ["slurm.sbatch"], ["slurm-servers.sbatch", "x", "y"]],
@@ -120,6 +181,25 @@ def test_setup_prints_progress_and_returns_pips_code(tmp_path):
     function = setup[setup.index("pip() {") : setup.index("\n}\n", setup.index("pip() {")) + 3]
     code, said, error = run("sh", "-c", f"venv={tmp_path}; python=$venv/python\n{function}pip install x", EVERY_S="1")
     assert (code, error) == (3, "") and said[0].startswith("installing, 1 s, ")
+
+
+@pytest.mark.parametrize(
+    "driver, capability, extra",
+    [
+        ("580.65.06", "9.0", "cuda"),
+        ("580.65.06", "", "cuda"),
+        ("580.65.06", "7.5", "cuda"),
+        ("550.54.15", "8.0", "cuda12"),
+        ("580.65.06", "7.0", "cuda12"),
+        ("595.10", "12.1", "cuda"),
+        ("470.57.02", "8.0", ""),
+    ],
+)
+def test_setup_takes_the_cuda_that_the_gpu_runs(driver, capability, extra):
+    setup = (LAUNCH.parent / "setup.sh").read_text()
+    function = setup[setup.index("cuda_extra() {") : setup.index("\n}\n", setup.index("cuda_extra() {")) + 3]
+    code, said, error = run("sh", "-c", f"set -eu\n{function}cuda_extra '{driver}' '{capability}'")
+    assert (code, "".join(said), error) == (0, extra, "")
 
 
 @pytest.mark.parametrize(
