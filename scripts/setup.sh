@@ -59,12 +59,12 @@ gpu() { nvidia-smi --query-gpu="$1" --format=csv,noheader 2>/dev/null | head -n 
 
 if nvidia-smi -L >/dev/null 2>&1; then
     driver=$(gpu driver_version)
-    extra=$(cuda_extra "$driver" "$(gpu compute_cap | grep -x '[0-9]*[.][0-9]*' || true)")
-    if [ -z "$extra" ]; then
+    cuda=$(cuda_extra "$driver" "$(gpu compute_cap | grep -x '[0-9]*[.][0-9]*' || true)")
+    if [ -z "$cuda" ]; then
         echo "error: the NVIDIA driver is $driver, and CUDA 12 needs 525 or newer: update it, then run make setup" \
             "again" >&2
         exit 1
-    elif [ "$extra" = cuda12 ]; then
+    elif [ "$cuda" = cuda12 ]; then
         echo "installing jppo with JAX for CUDA 12: downloads of several GB, some minutes; vLLM needs driver 580 and" \
             "compute capability 7.5, so the rollout engine is the trainer's own, rollout.name=inprocess"
         pip install -e '.[cuda12,dev]'

@@ -11,6 +11,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from jppo.preflight import accelerators
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "colab"
 WITH_VLLM = "flax_weights_to_vllm"
@@ -38,6 +40,47 @@ def test_the_first_cell_installs_jppo_and_no_path_is_relative(name):
     cells = [cell.source for cell in read(name).cells if cell.cell_type == "code"]
     assert FIRST.search(cells[0]) and "%pip install" in cells[0] and "{SOURCE}" in cells[0]
     assert not [cell for cell in cells if '".."' in cell or "sys.path" in cell]
+
+
+@pytest.mark.parametrize(
+    "smi, device, plugin, extra",
+    [
+        ("550.54.15, 7.5", None, False, "cuda12"),  # Colab's T4
+        ("580.65.06, 8.0", None, False, "cuda"),
+        ("580.65.06, 8.0", None, True, "cuda12"),  # JAX for CUDA 12 is installed already
+        ("580.65.06, 6.0", None, False, "cuda12"),  # Kaggle's P100
+        ("580.65.06, 12.1", None, False, "cuda"),
+        (None, "0x0063", False, "tpu"),  # v5e, of Colab and Kaggle
+        (None, "0x0042", False, ""),  # Google's network card
+        (None, None, False, ""),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_cell_finds_the_accelerator(name, tmp_path, monkeypatch, smi, device, plugin, extra):
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0/vendor").write_text("0x1ae0\n" if device else "0x8086\n")
+    (tmp_path / "0/device").write_text(f"{device or '0x1237'}\n")
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{smi}'\n" if smi else "#!/bin/sh\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda package: (plugin and package == "jax_cuda12_plugin") or None
+    )
+    first = next(cell for cell in read(name).cells if cell.cell_type == "code")
+    lines = first.source.replace("/sys/bus/pci/devices", str(tmp_path)).partition("\n\n")[2]
+    found = {}
+    exec("import importlib.util, pathlib, re, subprocess\n" + lines.partition("\n\n")[0], found)
+    assert found["EXTRA"] == extra
+
+
+def test_first_cells_find_it_by_the_same_lines():
+    firsts = [next(cell for cell in read(name).cells if cell.cell_type == "code").source for name in NAMES]
+    assert len({source.split("\n\n")[1] for source in firsts}) == 1
+    devices = ast.parse(firsts[0].split("\n\n")[1])
+    (found,) = [
+        ast.literal_eval(n.value) for n in devices.body if isinstance(n, ast.Assign) and n.targets[0].id == "TPUS"
+    ]
+    assert found == accelerators.TPUS
 
 
 def code(name):
