@@ -52,7 +52,9 @@ def blocks(path: pathlib.Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-        return [line[1:] for cell in cells for line in cell.splitlines() if line.startswith("!")]
+        values = {"{RECIPE}": "small_card", "{DTYPES}": "--config.rollout.dtype=float16"}  # of gsm8k_ppo, on a T4
+        lines = [line[1:] for cell in cells for line in cell.splitlines() if line.startswith("!")]
+        return [re.sub(r"\{[A-Z]+\}", lambda name: values[name[0]], line) for line in lines]
     if path.suffix == ".py":
         lines = shell_lines(ast.get_docstring(ast.parse(text)) or "")
         return [line.strip() for line in lines if line.startswith("    ") or line.startswith("python ")]

@@ -40,7 +40,7 @@ SHAPES = {
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 QUICK = ("gsm8k",)
 SLOW = ("lora", "gsm8k_7b", "math_grpo", "gsm8k_gemma", "gsm8k_moe", "judge", "async", "multi_host", "long_context")
-SLOW += ("dapo", "vapo", "distill")
+SLOW += ("dapo", "vapo", "distill", "small_card")
 RECIPES = (*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
 OWN = ("quickstart", "quickstart_sft", "agent_calculator", "agent_calculator_sft")  # that make what they need
 ELSEWHERE = {"rlhf", "rlhf_reward_model", "tinystories_sft", "tinystories_reward_model", "tinystories_ppo"}
