@@ -57,6 +57,14 @@ def test_packages_are_held_against_their_bounds(installed, good, others):
         assert re.search(rf"pip install '{finding.about}[<>=]", finding.remedy)
 
 
+def test_bounds_of_another_python_are_not_this_ones():
+    bounds = ("jax>=0.10.2,<0.11; python_version >= '3'", "jax>=0.11.1,<0.13; python_version < '3'")
+    good = Finding("packages", "OK", "1 within the tested bounds")
+    assert list(machine.check_packages(bounds, {"jax": "0.10.2"}.get)) == [good]
+    assert list(machine.check_packages(bounds[::-1], {"jax": "0.10.2"}.get)) == [good]
+    assert [found.verdict for found in machine.check_packages(bounds, {"jax": "0.12.0"}.get)] == ["WARN"]
+
+
 @pytest.mark.parametrize("free, verdict", [(10 * GIB, "OK"), (9 * GIB, "WARN"), (GIB // 2, "FAIL")])
 def test_a_run_has_room_for_its_checkpoints(monkeypatch, free, verdict):
     monkeypatch.setattr(machine, "check_environment", lambda *_, **__: [])

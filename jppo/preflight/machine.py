@@ -58,6 +58,8 @@ def check_packages(requirements: Iterable[str], version: Callable[[str], str | N
     extras: dict[str, list[Requirement]] = {}
     for requirement in map(Requirement, requirements):
         extra = _extra(requirement)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra or ""}):
+            continue  # of another Python
         (core if extra is None else extras.setdefault(extra, [])).append(requirement)
     present = [r for group in extras.values() if all(version(r.name) for r in group) for r in group]
     checked = {r.name: r for r in (*present, *core)}
