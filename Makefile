@@ -15,8 +15,8 @@ SMOLLM2 = runs/smollm2
 MODEL = $(SMOLLM2)/model
 TASK = sums
 ALGORITHM = ppo
-# As many samples a step as PPO's, in groups, whose prompt is computed once.
-GRPO = --config.algorithm.adv_estimator=grpo --config.rollout.n=8 --config.data.train_batch_size=8 --config.data.packing=prefix
+# As many samples a step as PPO's, in groups.
+GRPO = --config.algorithm.adv_estimator=grpo --config.rollout.n=8 --config.data.train_batch_size=8
 
 VENV = .venv
 # Huge pages for large temporaries: hundreds of page faults a pass in place of 35,000. glibc reads it when a process starts.

@@ -1,13 +1,13 @@
-"""GRPO by jppo and by TRL: the same model, prompts, reward, sampling and recipe, whole steps one after the other.
+"""GRPO by jppo and by TRL: the same model, prompts, reward, sampling and recipe, in turn.
 
     benchmarks/peers/setup.sh python3 trl                           # TRL's environment
-    python benchmarks/grpo.py --run runs/smollm2 --task sums --steps 5
+    python benchmarks/grpo.py --run runs/smollm2 --task sums --steps 5 --rounds 3
 
 RUN has the model and the prompts of `make smollm2`. jppo trains by configs/smollm2_TASK.py with 8 prompts of 8
 responses; TRL by its GRPOTrainer with the same numbers (`peers/run_trl.py`). Both are in bfloat16 with weights in
 float32, on the same cores. jppo samples with vLLM, TRL with transformers: its vLLM needs a GPU. The KL is in the loss.
 Each step's seconds by stage, samples per second and the peak memory of all processes (proportional set size) are
-measured; the first step, which compiles or warms up, is left out of the medians.
+measured; the first step of a round, which compiles or warms up, is left out of the medians.
 Writes OUT/<date>-<machine>-grpo.json and prints a table.
 """
 
@@ -150,7 +150,7 @@ def run_trl(python: pathlib.Path, folder: pathlib.Path, work: dict[str, Any]) ->
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as markdown: medians over the steps but for the first."""
+    """The result as markdown: medians over the steps of all rounds but for the first of each."""
     head = ["", *SECONDS, "samples/s", "peak memory, GiB", "mean reward"]
     lines = [
         f"{title(result['machine'])}; commit {result['commit']}; {result['date']}; load average before"
@@ -159,14 +159,16 @@ def table(result: dict[str, Any]) -> str:
         f"| {' | '.join(head)} |",
         f"|---|{'---:|' * (len(head) - 1)}",
     ]
-    for name, measured in result["contestants"].items():
+    for name, rounds in result["contestants"].items():
         seconds = {}
         for stage in SECONDS:
-            values = [step[stage] for step in measured["steps"][1:] if stage in step]
+            values = [step[stage] for measured in rounds for step in measured["steps"][1:] if stage in step]
             seconds[stage] = statistics.median(values) if values else None
         row = ["" if value is None else f"{value:.1f}" for value in seconds.values()]
-        row += [f"{result['work']['responses'] / seconds['step']:.2f}", f"{measured['peak'] / 2**30:.1f}"]
-        lines.append(f"| {name} | {' | '.join(row)} | {statistics.mean(measured['rewards']):.3f} |")
+        peak = max(measured["peak"] for measured in rounds)
+        row += [f"{result['work']['responses'] / seconds['step']:.2f}", f"{peak / 2**30:.1f}"]
+        rewards = [reward for measured in rounds for reward in measured["rewards"]]
+        lines.append(f"| {name} | {' | '.join(row)} | {statistics.mean(rewards):.3f} |")
     return "\n".join(lines)
 
 
@@ -176,7 +178,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=pathlib.Path, default=ROOT / "runs/smollm2", help="folder of model and prompts")
     parser.add_argument("--task", default="sums", choices=["sums", "instructions"])
-    parser.add_argument("--steps", type=int, default=5, help="2 or more")
+    parser.add_argument("--steps", type=int, default=5, help="of a round, 2 or more")
+    parser.add_argument("--rounds", type=int, default=1, help="trainings by each, in turn")
     parser.add_argument("--micro_batch", type=int, default=16, help="TRL's; it must divide the mini-batch")
     parser.add_argument("--python", type=pathlib.Path, default=TRL, help="interpreter of TRL's environment")
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="SECTION.NAME=VALUE")
@@ -184,6 +187,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.steps < 2:
         raise UserError(f"--steps={args.steps} must be 2 or more: the first one compiles")
+    if args.rounds < 1:
+        raise UserError(f"--rounds={args.rounds} must be 1 or more")
     if not args.python.exists():
         raise UserError(f"--python={args.python} does not exist; benchmarks/peers/setup.sh python3 trl makes it")
     jax.config.update("jax_platforms", "cpu")
@@ -195,13 +200,13 @@ def main(argv: list[str] | None = None) -> None:
         )
     paths = ("model", "train_files", "reward")
     recipe = {name: value for name, value in work.items() if name not in paths}
-    result: dict[str, Any] = {**begin(), "task": args.task, "work": recipe}
-    with tempfile.TemporaryDirectory() as place:
-        folder = pathlib.Path(place)
-        result["contestants"] = {
-            "jppo": run_jppo(args.task, folder, args.run, changes),
-            "TRL": run_trl(args.python, folder, work),
-        }
+    contestants: dict[str, list[dict[str, Any]]] = {"jppo": [], "TRL": []}
+    result: dict[str, Any] = {**begin(), "task": args.task, "work": recipe, "contestants": contestants}
+    for _ in range(args.rounds):
+        with tempfile.TemporaryDirectory() as place:
+            folder = pathlib.Path(place)
+            contestants["jppo"].append(run_jppo(args.task, folder, args.run, changes))
+            contestants["TRL"].append(run_trl(args.python, folder, work))
     write(result, table, args.out, "grpo")
 
 

@@ -90,7 +90,7 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
     c = settings.typed(make_config(name, len(responses), changes))
     mesh, inputs = make_mesh(c), make_inputs(c, described)
     trajectories = make_batch(inputs.policy, responses)
-    plan = plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
+    plan = plan_of_run(c, mesh, inputs)
     entries = sum(r * t for r, t in (rows.inputs.shape for rows in make_rows(trajectories, plan, mesh)))
     estimate = memory.estimate_memory(c, inputs, mesh, entries=entries)
     program = status("VmRSS")

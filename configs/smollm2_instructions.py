@@ -21,11 +21,10 @@ def get_config(arg: str = "runs/smollm2") -> ml_collections.ConfigDict:
 
     config.data.train_files = f"{arg}/data/instructions/train.jsonl"
     config.data.val_files = f"{arg}/data/instructions/test.jsonl"
-    config.data.train_batch_size = 16  # with 4 responses each, of which a prompt is computed once
+    config.data.train_batch_size = 16  # with 4 responses each
     config.data.max_prompt_length = 64
     config.data.max_response_length = 48
     config.data.row_lengths = 1
-    config.data.packing = "prefix"
 
     config.reward.function = "examples/instruction_checks.py:compute_score"
 

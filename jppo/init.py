@@ -128,7 +128,6 @@ def size_choices(
     if algorithm == "grpo":
         yield Proposal("algorithm.adv_estimator", "grpo", "compares the responses to a prompt; there is no critic")
         yield Proposal("rollout.n", group, "responses to each prompt")
-        yield Proposal("data.packing", "prefix", "computes a prompt once for its responses")
     yield Proposal("data.train_batch_size", batch, f"prompts per step, of {count}")
     yield Proposal("actor.ppo_mini_batch_size", mini, f"responses per update: {responses // mini} updates per step")
     rate, note = (ADAPTER_RATE, f", times {ADAPTER_RATE} for adapters") if adapters else (1, "")

@@ -164,13 +164,14 @@ def test_one_post_asks_for_what_the_requests_ask_for():
     assert body == {"model": "m", "seed": 3, "temperature": 0.5, "max_tokens": 9, "ignore_eos": True, "logprobs": 0}
 
 
-def test_the_table_of_grpo_has_medians_without_the_first_step():
+def test_the_table_of_grpo_has_medians_without_the_first_step_of_each_round():
     grpo = script("grpo")
     steps = [{"gen": 90.0, "step": 100.0}, {"gen": 1.0, "step": 16.0}, {"gen": 3.0, "step": 32.0}, {"step": 64.0}]
-    one = {"steps": steps, "rewards": [0.25, 0.5], "peak": 3 * 2**29}
+    rounds = [{"steps": steps[:2], "rewards": [0.25], "peak": 2**29}]
+    rounds.append({"steps": [steps[0], *steps[2:]], "rewards": [0.5], "peak": 3 * 2**29})
     machine = {"cpu": "x", "cores": 2, "device": "cpu", "devices": 1}
     result = {"machine": machine, "commit": "c", "date": "d", "load_average": 0.0, "task": "sums"}
-    text = grpo.table(result | {"work": {"responses": 64}, "contestants": {"jppo": one}})
+    text = grpo.table(result | {"work": {"responses": 64}, "contestants": {"jppo": rounds}})
     assert "sums, seconds per step of 64 responses" in text
     assert text.splitlines()[-1] == "| jppo | 2.0 |  |  |  |  |  | 32.0 | 2.00 | 1.5 | 0.375 |"
 

@@ -130,7 +130,7 @@ def test_full_length_batches_are_cut_as_the_packer_cuts_them(small_run):
     assert [t.uid for t in step_of_two[:4]] == ["0", "0", "1", "1"]
     assert len({id(t.tokens) for t in step_of_two}) == len({len(t.tokens) for t in step_of_two}), "arrays are shared"
     # 12 samples in minis of 4; the packer has rows for 8 devices, so that each mini is one micro-batch
-    plan = plan_of_run(typed(small_run), mesh, inputs.policy, inputs.total_steps)
+    plan = plan_of_run(typed(small_run), mesh, inputs)
     assert programs.count_descents(step, plan, epochs=3, size=4) == programs.Descents(3, 3, 4, 1)
     narrow = packing.Plan((13,), ((2, 1),), share_rows=False)
     assert programs.count_descents(step, narrow, epochs=1, size=5) == programs.Descents(1, 3, 5, 3)  # 2 + 2 + 1 rows

@@ -81,7 +81,7 @@ def test_columns_that_could_be_the_ground_truth_are_named(folder, capsys):
 def test_grpo_has_groups_and_no_critic(folder, capsys):
     found = written("rows.jsonl", "--reward=reward.py", "--algorithm=grpo")
     assert (found["algorithm.adv_estimator"], found["rollout.n"], found["data.train_batch_size"]) == ("grpo", 8, 4)
-    assert (found["actor.ppo_mini_batch_size"], found["data.packing"]) == (8, "prefix")
+    assert (found["actor.ppo_mini_batch_size"], found["data.packing"]) == (8, "auto")
     assert "config.critic" not in capsys.readouterr().out
 
 

@@ -173,7 +173,11 @@ OF_JPPO = {
 # Few modules read settings. All but pure rooms may take what commands need.
 OF_COMMANDS = tuple(f"jppo.settings.{name}" for name in ("Parser", "exit_on_user_error", "natural"))
 PURE_ROOMS = ("jppo.algorithms", "jppo.models", "jppo.learner")
-MAKERS = ("jppo.learner.make", "jppo.learner.catalogue")  # of learner/, which read settings
+MAKERS = (
+    "jppo.learner.make",
+    "jppo.learner.catalogue",
+    "jppo.learner.auto_packing",
+)  # of learner/, which read settings
 READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight"),
     *(f"jppo.{command}" for command in COMMANDS),

@@ -81,5 +81,5 @@ def test_rows_are_cut_evenly_and_a_device_has_its_tokens(small_run):
     c.mesh.data, c.mesh.fsdp, c.mesh.sequence = 1, 2, 4
     c.actor.max_tokens_per_device = 8
     inputs = read_inputs(typed(c))
-    plan = plan_of_run(typed(c), make_mesh(typed(c)), inputs.policy, inputs.total_steps)
+    plan = plan_of_run(typed(c), make_mesh(typed(c)), inputs)
     assert plan.shapes == [(4, 16)]  # 13 entries, rounded up; 2 rows on each two of four devices

@@ -13,9 +13,11 @@ from jppo.models import lora
 from jppo.models.config import LayerModules, ModelConfig
 from jppo.models.lora import Lora
 
-# Time of a FLOP of attention by XLA relative to one of a product with weights: scores are exponentiated, and
-# written and read between their two products. Roughly, from one run on a busy CPU.
-SLOWER = 2.5
+# Time of a FLOP of attention relative to one of a product with weights, by platform and kernel: scores are
+# exponentiated, and by XLA also written and read between their two products. On a CPU roughly, from one run on a busy
+# one. On a GPU from gradients on an H200: 50 and 105 TFLOP/s in 16 rows of 1,024 tokens and 14 heads of 64, against 523
+# of products. On a TPU assumed.
+SLOWER = {("cpu", "xla"): 2.5, ("gpu", "xla"): 10.4, ("gpu", "cudnn"): 5.0, ("tpu", "xla"): 10.4}
 
 
 def attention(cfg: ModelConfig, lengths: Sequence[int]) -> int:
@@ -39,11 +41,14 @@ def _count_pairs(length: int, window: int | None) -> int:
     return window_keys * (window_keys + 1) // 2 + (length - window_keys) * window_keys
 
 
-def price(cfg: ModelConfig, keys: float) -> float:
-    """Returns a token's time with attention by XLA over so many keys, padding included, relative to none."""
+def price(cfg: ModelConfig, keys: float, slower: float) -> float:
+    """Returns a token's time with attention over so many keys, padding included, relative to none.
+
+    `slower` is of `SLOWER`.
+    """
     by_token = forward(cfg, [1], head_tokens=1) - attention(cfg, [1])
     by_key = 2 * cfg.num_heads * sum(_kv_size(cfg, layer) for layer in cfg.layer_modules if layer.mixer == "attention")
-    return 1.0 + SLOWER * keys * by_key / by_token
+    return 1.0 + slower * keys * by_key / by_token
 
 
 def adapter_flop(cfg: ModelConfig, adapters: Lora, lengths: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """From the settings to what every training has: the mesh, a loaded model, its optimizer, the shapes of rows.
 
-PPO's learner is made in `run/make.py`. What of learner/ reads settings is here and in `catalogue.py`; the verbs
-of its other modules take values.
+PPO's learner is made in `run/make.py`. What of learner/ reads settings is here, in `catalogue.py` and in
+`auto_packing.py`; the verbs of its other modules take values.
 """
 
 import dataclasses
@@ -294,7 +294,10 @@ REACHED, CPU_FLOPS = 0.4, 1e11  # share of a device's peak; rate of all cores of
 
 
 def packing_kind(c: Common, mesh: Any) -> str:
-    """Returns `data.packing`; 'auto' shares rows only where a fused kernel keeps their mask from being quadratic."""
+    """Returns `data.packing`; 'auto' shares rows only where a fused kernel keeps their mask from being quadratic.
+
+    `auto_packing.py` has replaced an 'auto' by prefix where that costs less.
+    """
     if c.data.packing != "auto":
         return c.data.packing
     return "segments" if sharding.platform(mesh) == "tpu" and c.model.attention in ("auto", "splash") else "buckets"
@@ -303,6 +306,18 @@ def packing_kind(c: Common, mesh: Any) -> str:
 def shared_prompts(c: Common, mesh: Any) -> tuple[int, int] | None:
     """Returns the longest prompt and response where n responses share one prompt."""
     return (c.data.max_prompt_length, c.data.max_response_length) if packing_kind(c, mesh) == "prefix" else None
+
+
+def token_price(c: Common, mesh: Any, policy: ModelConfig) -> Callable[[int], float]:
+    """Returns the cost of a token, with the attention of its row, as a function of the row's length."""
+    kernel, shared = attention_kernel(c, policy, mesh)[0], shared_prompts(c, mesh)
+    slower = cost.SLOWER[sharding.platform(mesh), kernel]
+
+    def price(length: int) -> float:
+        pairs = attention.count_score_pairs(length, shared) if kernel == "xla" else length * (length + 1) // 2
+        return cost.price(policy, pairs / length, slower)
+
+    return price
 
 
 def row_length_count(c: Common, mesh: Any, policy: ModelConfig, sequences: int) -> int:
@@ -337,11 +352,7 @@ def plan_rows(
     if shared is not None and isinstance(c, Loop):
         if row == -1:
             row = min(per_device, packing.longest_row(*shared, samples=c.rollout.n))
-
-        def price(length: int) -> float:
-            return cost.price(policy, attention.count_score_pairs(length, shared) / length)
-
-        prompt_options = dict(price=price, shared=shared)
+        prompt_options = dict(price=token_price(c, mesh, policy), shared=shared)
     max_length = c.data.longest_row + extra_tokens
     return packing.make_plan(
         packing_kind(c, mesh),

@@ -232,7 +232,12 @@ def _form_shared(
     for parts in (*splits, [PromptGroup(0, (i,), entries[i]) for i in order]):
         shapes = cut([part.size for part in parts], plan.shapes, prices)
         candidates.append(([[part] for part in parts], shapes))
-    return min(candidates, key=lambda candidate: sum(_cost(shape, prices) for shape in candidate[1]))
+    return min(candidates, key=lambda candidate: total_cost(candidate[1], prices))
+
+
+def total_cost(shapes: Sequence[tuple[int, int]], prices: Mapping[int, float]) -> float:
+    """Returns the cost of micro-batches of these shapes, in tokens without attention; `prices` are as in `cut`."""
+    return sum(_cost(shape, prices) for shape in shapes)
 
 
 def _cost(shape: tuple[int, int], prices: Mapping[int, float]) -> float:

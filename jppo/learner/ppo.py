@@ -30,7 +30,7 @@ Model = tuple[Any, ModelConfig]  # the flax module, and its config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfigs:
-    """The models of a PPO run, and its length."""
+    """The models of a PPO run, its length and that of its prompts."""
 
     policy: ModelConfig
     critic: ModelConfig | None = None  # None: the estimator needs none
@@ -38,6 +38,7 @@ class ModelConfigs:
     adapters: Lora | None = None  # of the policy; None: full fine-tuning
     critic_adapters: Lora | None = None
     total_steps: int = 0
+    prompt_lengths: tuple[int, ...] = ()  # of the training prompts, in tokens; (): unknown
 
 
 @dataclasses.dataclass(frozen=True)

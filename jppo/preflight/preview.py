@@ -14,6 +14,7 @@ import jax
 from jppo import settings
 from jppo.errors import UserError
 from jppo.learner import packing
+from jppo.learner.auto_packing import with_packing
 from jppo.preflight import memory, memory_budget, programs
 from jppo.preflight.memory_budget import MemoryBudget
 from jppo.preflight.programs import Estimate, Inspect, Work
@@ -28,7 +29,7 @@ Sizes = tuple[list[str], Estimate, list[MemoryBudget]]  # of a run, as lines of 
 
 def work_of_step(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     """Returns the work of a PPO step with all responses at full length: packed rows, updates, sampled tokens."""
-    plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), c.sequences_of_step
+    plan, per_step = plan_of_run(c, mesh, inputs), c.sequences_of_step
     samples = programs.full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
     models = dict(zip(("actor", "critic"), make_epochs(c), strict=True))
     if inputs.critic is None:
@@ -50,7 +51,8 @@ def derive_sizes(
     c: Settings, inputs: Inputs, mesh: Any, inspect: Inspect | None = None
 ) -> tuple[list[str], Work, Estimate]:
     """Returns a PPO run's sizes as lines, the work of a step, and the estimate of its memory."""
-    plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), c.sequences_of_step
+    c, packing_note = with_packing(c, inputs, mesh)
+    plan, per_step = plan_of_run(c, mesh, inputs), c.sequences_of_step
     step = work_of_step(c, inputs, mesh)
     estimate = memory.estimate_memory(c, inputs, mesh, entries=step.entries, inspect=inspect)
     lines = [
@@ -69,6 +71,7 @@ def derive_sizes(
         f"sampling         {describe_sampling(c)}",
         *(f"                 warning: {alert.found}; {alert.remedy}" for alert in sampling_warnings(c)),
         f"rows             {describe_shapes(plan)}",
+        *(f"                 {text}" for text in [packing_note] if text),
         f"                 {step.scoring} micro-batches a scoring pass, where all responses are as long as they may be",
         f"to compile       {estimate.programs} programs for {len(plan.shapes)} shape(s)",
     ]

@@ -81,6 +81,7 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
         adapters=make_adapters(c),
         critic_adapters=make_adapters(c, c.critic) if critic is not None else None,
         total_steps=total_steps(c, len(train.prompts)),
+        prompt_lengths=tuple(len(prompt.ids) for prompt in train.prompts),
         tokenizer=tokenizer,
         end_tokens=end_tokens,
         agent=agent,

@@ -16,6 +16,7 @@ from jppo.algorithms import kl
 from jppo.errors import UserError
 from jppo.learner import catalogue, estimate, make, packing, ppo, programs, sharding, state, update
 from jppo.learner.algorithm import Algorithm
+from jppo.learner.auto_packing import with_packing
 from jppo.learner.make import Trained
 from jppo.learner.ppo import Learner, ModelConfigs, StepLearner
 from jppo.learner.streams import Start, fold
@@ -163,9 +164,11 @@ def _make_recipe(c: Loop, algorithm: Algorithm, kl_penalty: kl.Kind | None = Non
     )
 
 
-def plan_of_run(c: Settings, mesh: Any, policy: ModelConfig, steps: int) -> packing.Plan:
-    """Plans the row shapes of a PPO run of `steps`."""
-    return plan_mini_batches(c, mesh, policy, steps, tuple(epochs.mini_batch_size for epochs in make_epochs(c)))
+def plan_of_run(c: Settings, mesh: Any, inputs: ModelConfigs) -> packing.Plan:
+    """Plans the row shapes of a PPO run."""
+    c, _ = with_packing(c, inputs, mesh)
+    sizes = tuple(epochs.mini_batch_size for epochs in make_epochs(c))
+    return plan_mini_batches(c, mesh, inputs.policy, inputs.total_steps, sizes)
 
 
 def plan_mini_batches(c: Loop, mesh: Any, policy: ModelConfig, steps: int, sizes: tuple[int, ...]) -> packing.Plan:
@@ -245,7 +248,8 @@ def make_learner(
 
     A `sketch` has shapes in place of arrays.
     """
-    recipe, plan = make_recipe(c), plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
+    c, _ = with_packing(c, inputs, mesh)
+    recipe, plan = make_recipe(c), plan_of_run(c, mesh, inputs)
     warmup, coefficient = c.trainer.critic_warmup, c.algorithm.kl_coef
     learner, begin = load_learner(c, inputs, mesh, recipe, plan, sketch=sketch, warmup=warmup, kl_coef=coefficient)
     actor_epochs, critic_epochs = make_epochs(c)

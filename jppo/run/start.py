@@ -9,7 +9,7 @@ import functools
 import pathlib
 import uuid
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
@@ -19,6 +19,7 @@ from jppo.distributed.hosts import Hosts, own_folder
 from jppo.distributed.launchers import join_launched
 from jppo.errors import UserError, expanded
 from jppo.learner import make, packing
+from jppo.learner.auto_packing import with_packing
 from jppo.learner.make import attention_kernel, open_mesh
 from jppo.learner.ppo import StepLearner
 from jppo.learner.utilisation import introduce_peak
@@ -126,7 +127,8 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         mesh = open_mesh(c)
         c = with_servers(c, mesh)
         require_models_fit(inputs, mesh)
-        c, memory_note = _choose_by_memory(c, hosts, inputs, mesh, folder)  # all below reads this `c`
+        c, memory_note = _choose_by_memory(c, hosts, inputs, mesh, folder)
+        c, packing_note = with_packing(c, inputs, mesh)  # all below reads this `c`
         kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
         reference = _open_served_reference(c, inputs, hosts)  # this, too
         if c.trainer.traces:
@@ -174,7 +176,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             c, inputs.total_steps, hosts, checkpoints, logger, host.timer, host.watch, host.profile, host.folder,
             inputs, learner, sampler, supply, reward_sum, publisher, Match(c), reference, origin,
         )  # fmt: skip
-        _introduce_run(run, begun, kernel, memory_note, laps)
+        _introduce_run(run, begun, (kernel, memory_note, packing_note), laps)
         return run, begun
 
 
@@ -299,8 +301,11 @@ def _open_logger(c: Settings, host: _HostParts, hosts: Hosts, learner: StepLearn
     return make_logger(c, host.folder, hosts, muted=muted_warnings, **options)
 
 
-def _introduce_run(run: Run, begun: Begun, kernel: str | None, memory_note: str, laps: Laps) -> None:
-    """Logs what the run will do, and compares the policies of engine and trainer."""
+def _introduce_run(run: Run, begun: Begun, choices: Sequence[str | None], laps: Laps) -> None:
+    """Logs what the run will do, and compares the policies of engine and trainer.
+
+    `choices` are lines on settings that were chosen automatically.
+    """
     c, inputs, logger, mesh = run.c, run.inputs, run.logger, run.learner.mesh
     step = begun.now.step
     if run.hosts.first:
@@ -311,12 +316,11 @@ def _introduce_run(run: Run, begun: Begun, kernel: str | None, memory_note: str,
         *describe_sizes(inputs, mesh, run.learner.plan, begun.step),
         *begun.console_lines,
         inputs.policy.unread,
-        kernel,
         describe_decoding(inputs.policy),
         describe_servers(c, mesh),
         make.describe_offload(c, inputs, mesh.devices.flat[0]),
         introduce_peak(mesh, c.model.compute_dtype),
-        memory_note,
+        *choices,
         f"seconds of the start: {laps}",
     ]
     for line in (*filter(None, lines), *run.profile.introduce(step)):

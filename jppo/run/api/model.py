@@ -28,6 +28,7 @@ import numpy as np
 from jppo.data.tokenizer import check_stop_texts, end_token_ids
 from jppo.errors import UserError
 from jppo.learner import make, ppo, sharding
+from jppo.learner.auto_packing import with_packing
 from jppo.learner.batch import Micro
 from jppo.learner.make import make_adapters, open_mesh
 from jppo.learner.ppo import Learner, ModelConfigs
@@ -412,6 +413,7 @@ def open_model(
         if c.data.row_lengths == -1 and inputs.total_steps == -1 and sharding.platform(device_mesh) != "cpu":
             c = changed(c, {"data.row_lengths": 4})  # as for a long run
         require_models_fit(inputs, device_mesh)
+        c, _ = with_packing(c, inputs, device_mesh)
         make.attention_kernel(c, policy, device_mesh)  # raises before a server starts
         started = None
         if engine is not None:
