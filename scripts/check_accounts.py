@@ -76,6 +76,7 @@ BASE: dict[str, Any] = {
     "data.max_prompt_length": 1024,
     "data.max_response_length": 1024,
     "data.row_lengths": 1,
+    "data.packing": "buckets",
     "actor.ppo_mini_batch_size": 64,
     "actor.max_tokens_per_device": 8192,
     "algorithm.adv_estimator": "grpo",  # no critic

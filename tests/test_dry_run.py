@@ -25,7 +25,7 @@ from jppo.preflight import memory, memory_budget, preview, programs, servers
 from jppo.preflight.request import DryRun
 from jppo.run.inputs import read_inputs
 from jppo.run.make import list_run_programs, make_learner, plan_of_run, run_programs
-from tests.make import typed, write_lines
+from tests.make import changed, typed, write_lines
 
 KEY = jax.random.key(0)
 
@@ -78,6 +78,19 @@ def test_programs_are_those_that_a_run_compiles(small_run, quick_compilation):
     # the optimizers' steps, empty sums of gradients and their exchange are beside the passes
     assert len(listed) == counted + 6
     assert f"to compile       {len(listed)} programs for {len(learner.plan.shapes)} shape(s)" in lines
+
+
+def test_a_run_has_the_layout_that_its_dry_run_names(small_run, monkeypatch):
+    monkeypatch.setattr(memory, "estimate_memory", lambda *_, **__: SimpleNamespace(programs=0))  # which compiles
+    changes = {"algorithm.adv_estimator": "grpo", "rollout.n": 8, "actor.ppo_mini_batch_size": 16}
+    c = typed(changed(small_run, changes | {"data.max_response_length": 2}))
+    inputs, mesh = read_inputs(c), make_mesh(c, jax.devices()[:1])
+    lines, _, _ = preview.derive_sizes(c, inputs, mesh)
+    learner, _ = make_learner(c, inputs, mesh, sketch=True)
+    assert any(line.strip().startswith("data.packing=prefix, by cost: ") for line in lines)
+    assert learner.plan.prices is not None and learner.plan == plan_of_run(c, mesh, inputs)
+    shapes = preview.describe_shapes(learner.plan)
+    assert f"rows             {shapes}" in lines and "a prompt once" in shapes
 
 
 def modules(folder):

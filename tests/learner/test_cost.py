@@ -48,8 +48,8 @@ def test_a_token_costs_its_active_experts_and_the_router():
 
 def test_the_price_of_a_token_by_hand():
     """Of 2 FLOP each: 480 weights of both layers and 80 of the head; for a key, 8 numbers in 2 heads of both layers."""
-    assert cost.price(QWEN, 0) == 1.0
-    assert cost.price(QWEN, 13) == pytest.approx(1 + cost.SLOWER * 13 * 64 / 2080)
+    assert cost.price(QWEN, 0, 3.0) == 1.0
+    assert cost.price(QWEN, 13, 3.0) == pytest.approx(1 + 3.0 * 13 * 64 / 2080)
 
 
 def test_latent_attention_costs_its_projections_and_pairs_of_two_sizes():
