@@ -496,8 +496,8 @@ def test_the_cache_grows_with_its_rows(monkeypatch):
     grown, grow = [], sampler._programs.grow
     object.__setattr__(sampler._programs, "grow", lambda slots, count: grown.append(count) or grow(slots, count))
     short = dataclasses.replace(ask(1)[0], ids=ask(1)[0].ids[:2])
-    prompts, later = [short], [short, *ask(9)]
-    for prompts, max_tokens, sizes in ((prompts, 3, []), (prompts, 9, []), (prompts, 12, [20]), (later, 12, [20])):
+    alone, together = [short], [short, *ask(9)]
+    for prompts, max_tokens, sizes in ((alone, 3, []), (alone, 9, []), (alone, 12, [20]), (together, 12, [20])):
         sampling = dataclasses.replace(SAMPLING, max_tokens=max_tokens)
         with compilations() as seen:
             found = sampler.generate(prompts, sampling, version=7)
