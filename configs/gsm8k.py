@@ -53,7 +53,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.rollout.n = 1
     config.rollout.temperature = 1.0
     config.rollout.dtype = "bfloat16"
-    config.rollout.enforce_eager = False
 
     config.trainer.run_dir = "runs/gsm8k"
     config.trainer.total_epochs = 15

@@ -56,7 +56,6 @@ def get_config(arg: str = "runs/rlhf") -> ml_collections.ConfigDict:
     config.critic.lr = 5e-6
 
     config.rollout.dtype = "bfloat16"
-    config.rollout.enforce_eager = False
     config.rollout.gpu_memory_utilization = 0.3
 
     config.trainer.run_dir = f"{arg}/ppo"

@@ -161,6 +161,10 @@ def machine_choices(device: jax.Device, cfg: ModelConfig, cards: Sequence[Nvidia
     engine = choose_engine(device.platform, cfg, cards)
     yield engine
     if device.platform == "cpu":
+        yield Proposal("model.scan_layers", False, "compiles more slowly, runs faster on a CPU")
+        if settings.cpu_dtype() == "bfloat16":
+            yield Proposal("model.compute_dtype", "bfloat16", "this CPU has instructions for it")
+            yield Proposal("rollout.dtype", "bfloat16", "as model.compute_dtype")
         return
     dtype = fastest_dtype(device)
     if dtype == "bfloat16":
@@ -170,8 +174,6 @@ def machine_choices(device: jax.Device, cfg: ModelConfig, cards: Sequence[Nvidia
     yield Proposal("rollout.dtype", dtype, f"fast on a {device.device_kind}")
     yield Proposal("model.remat", "auto", "recomputes activations where memory is short")
     yield Proposal("actor.max_tokens_per_device", -1, "what fits in memory")
-    if engine.value == "vllm":
-        yield Proposal("rollout.enforce_eager", False, "CUDA graphs: a slower start, faster sampling")
 
 
 def adapter_choices(device: jax.Device, parameters: float, algorithm: str) -> Iterator[Proposal]:

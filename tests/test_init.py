@@ -163,7 +163,17 @@ def test_the_machine_chooses_engine_and_dtypes(monkeypatch, device, vllm, card, 
     found = {one.name: one for one in init.machine_choices(device, cfg, [] if card is None else [card])}
     assert found["rollout.name"].value == engine and why in found["rollout.name"].reason
     assert (found["model.compute_dtype"].value, found["rollout.dtype"].value) == dtypes
-    assert ("rollout.enforce_eager" in found) == (engine == "vllm")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_cpu_gets_unrolled_layers_and_the_dtype_that_it_has_instructions_for(monkeypatch, dtype):
+    monkeypatch.setattr(init, "check_vllm", lambda _: "cpu")
+    monkeypatch.setattr(init.settings, "cpu_dtype", lambda: dtype)
+    found = {
+        one.name: one.value for one in init.machine_choices(stand_in("cpu", "cpu"), SimpleNamespace(head_dim=64), [])
+    }
+    dtypes = {"model.compute_dtype": dtype, "rollout.dtype": dtype} if dtype == "bfloat16" else {}
+    assert found == {"rollout.name": "vllm", "model.scan_layers": False} | dtypes
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ class Rollout(Section):
     quantization: str = setting("none", "Weights of vLLM's linear layers, which it quantises as they are published in"
         " bfloat16. Needs algorithm.old_logprob=correction. On a CPU fp8_per_channel only",
         choices=("none", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block"), only=_SERVERS)
-    enforce_eager: bool = setting(True, "vLLM without CUDA graphs: starts sooner and samples more slowly on a GPU")
+    enforce_eager: bool = setting(False, "vLLM without CUDA graphs, as always on a CPU: starts sooner and samples more"
+        " slowly")
     sleep_level: int = setting(0, "Sleep of servers on the trainer's GPU while it learns. 0: none; 1 and 2: vLLM's"
         " levels", choices=(0, 1, 2), only=_SERVERS)
     max_num_seqs: int = setting(256, "Concurrent responses of a server", bounds="[1,")
@@ -113,7 +114,7 @@ class Rollout(Section):
     tensor_model_parallel_size: int = setting(1, "GPUs of one server", bounds="[1,", only=_SERVERS)
     devices: str = setting("", "GPUs of the servers, as in CUDA_VISIBLE_DEVICES. '': all", only=_SERVERS)
     engine_args: str = setting("", "Further options of the server's command line", only=_SERVERS)
-    start_timeout_s: float = setting(300.0, "Time limit of a server's start", unit="seconds", bounds="(0,",
+    start_timeout_s: float = setting(900.0, "Time limit of a server's start", unit="seconds", bounds="(0,",
         only=_SERVERS)
     request_timeout_s: float = setting(600.0, "Time in which a server must answer one of its requests", unit="seconds",
         bounds="(0,", only=_SERVERS)

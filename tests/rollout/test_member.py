@@ -165,7 +165,8 @@ def test_flags_and_environment_of_both_builds(settings, monkeypatch):
     cpu, gpu = vllm_options(settings(), "cpu"), vllm_options(settings(), "gpu")
     assert "--no-enable-chunked-prefill" in cpu and "--no-enable-chunked-prefill" not in gpu
     assert gpu[gpu.index("--gpu-memory-utilization") + 1] == "0.4"
-    assert "--enforce-eager" in cpu and "--enforce-eager" not in vllm_options(settings(enforce_eager=False), "cpu")
+    assert "--enforce-eager" in cpu and "--enforce-eager" not in gpu
+    assert "--enforce-eager" in vllm_options(settings(enforce_eager=True), "gpu")
     for given in (cpu, gpu):
         assert given[given.index("--logprobs-mode") + 1] == "processed_logprobs"
         assert given[given.index("--load-format") + 1] == "dummy"

@@ -42,6 +42,7 @@ class UniqueId(ctypes.Structure):
 
 
 _NCCL: dict[str, tuple[Any, ...]] = {
+    "ncclGetVersion": (ctypes.POINTER(ctypes.c_int),),
     "ncclGetUniqueId": (ctypes.POINTER(UniqueId),),
     "ncclCommInitRank": (ctypes.POINTER(_P), ctypes.c_int, UniqueId, ctypes.c_int),
     "ncclAllReduce": (_P, _P, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _P, _P),
@@ -81,6 +82,12 @@ class Communicator:
         self._lib.ncclGetErrorString.restype = ctypes.c_char_p
         self._device, self._comm = device, _P()
         self._gave_up, self._lock = False, threading.Lock()
+
+    def version(self) -> int:
+        """Returns NCCL's version, 22705 for 2.27.5."""
+        version = ctypes.c_int()
+        self._call("ncclGetVersion", ctypes.byref(version))
+        return version.value
 
     def unique_id(self) -> bytes:
         """Returns the id of a new communicator, for all its ranks."""
@@ -168,9 +175,15 @@ class Nccl(buckets.Carrier):
     def joins(self) -> Iterator[Step]:
         """Yields the steps in which servers join: count their workers and, if these have changed, join them."""
         present: dict[str, tuple[int, set[str]]] = {}
+        version = self._communicator.version()
 
         def count_workers(endpoint: Endpoint) -> None:
-            workers = call_workers(endpoint, "jppo_transfer")
+            workers = call_workers(endpoint, "jppo_transfer", nccl=True)
+            for other in {worker.get("nccl") for worker in workers} - {version}:
+                raise RolloutError(
+                    f"rollout.publish_via='nccl': the trainer has NCCL {version} and {endpoint.url} has {other}, which"
+                    " cannot communicate; install the same nvidia-nccl in both environments, or set it to tcp"
+                )
             present[endpoint.url] = (len(workers), {str(worker.get("group")) for worker in workers})
 
         yield count_workers

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.distributed.weight_transfer import base, factory, nccl_common
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
@@ -205,17 +206,18 @@ class Receiver(worker.WeightLoader):
     def jppo_info(self) -> dict[str, Any]:
         return {**super().jppo_info(), "buckets": True}
 
-    def jppo_transfer(self, *, abandon: bool = False) -> dict[str, Any]:
+    def jppo_transfer(self, *, abandon: bool = False, nccl: bool = False) -> dict[str, Any]:
         """Returns the first refusal of the publish under way; `abandon` ends one that its trainer left.
 
-        `base` is the digest of the loaded weights that changes may be of.
+        `base` is the digest of the loaded weights that changes may be of; `nccl` is the version of NCCL, if asked.
         """
         if abandon:
             self._weight_update_active = False
             self.weight_transfer_engine.start_weight_update()
         engine = self.weight_transfer_engine
         error = engine.staging.error
-        return {"ok": error is None, "error": error, "group": engine.group, "base": engine.base.digest}
+        versions = {"nccl": NCCLLibrary().ncclGetRawVersion()} if nccl else {}
+        return {"ok": error is None, "error": error, "group": engine.group, "base": engine.base.digest} | versions
 
     def jppo_load(self, *, version: int, path: str) -> dict[str, Any]:
         """Loads a file as `WeightLoader` does, and forgets the weights that were loaded from buckets."""

@@ -257,7 +257,7 @@ class ServerSettings:
     dtype: str = "float32"
     quantization: str = "none"
     mask_replay: bool = False
-    enforce_eager: bool = True
+    enforce_eager: bool = False
     sleep_level: int = 0
     max_num_seqs: int = 256
     max_concurrent_requests: int = -1
@@ -268,7 +268,7 @@ class ServerSettings:
     tensor_model_parallel_size: int = 1
     devices: tuple[str, ...] = ()  # the GPUs of all servers; (): all visible ones
     engine_args: str = ""
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = 900.0
     request_timeout_s: float = 600.0
     health_timeout_s: float = 60.0
     max_restarts: int = 5

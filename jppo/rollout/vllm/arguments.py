@@ -138,7 +138,7 @@ def vllm_options(settings: ServerSettings, build: str) -> list[str]:
         options += ["--weight-transfer-config", '{"backend":"jppo"}']
     if settings.quantization != "none":
         options += ["--quantization", settings.quantization]
-    if settings.enforce_eager:
+    if settings.enforce_eager or build == "cpu":  # which would compile its graphs instead
         options.append("--enforce-eager")
     if settings.lora_rank:
         max_rank = min(rank for rank in LORA_RANKS if rank >= settings.lora_rank)

@@ -46,6 +46,7 @@ def engine(library, monkeypatch):
 
     from jppo.plugins.carriers import weight_engine
 
+    monkeypatch.setenv("VLLM_NCCL_SO_PATH", library)
     stream = types.SimpleNamespace(cuda_stream=None, synchronize=lambda: None)
     join, cpu = pynccl.PyNcclCommunicator.from_unique_id_bytes, torch.device("cpu")
     monkeypatch.setattr(weight_engine.worker, "config_set", lambda _: contextlib.nullcontext())
@@ -109,7 +110,8 @@ def works(fake, engines):
         from jppo.plugins.carriers.weight_engine import Receiver
 
         workers = [types.SimpleNamespace(weight_transfer_engine=engine) for engine in fake.engines]
-        return {"results": [Receiver.jppo_transfer(worker) for worker in workers]}
+        nccl = body["kwargs"].get("nccl", False)
+        return {"results": [Receiver.jppo_transfer(worker, nccl=nccl) for worker in workers]}
 
     fake.answers |= {
         "/start_weight_update": (200, lambda _: on_all(lambda engine: engine.start_weight_update())),
@@ -163,6 +165,15 @@ def test_bfloat16_has_a_checksum_too(made, fakes, engine):
     made.load(source(engine, 0, ml_dtypes.bfloat16), version=8)
     name, tensor = next(iter(fakes[0].engines[1].loaded.items()))
     assert np.array_equal(tensor.float().numpy(), engine.tensors[name].astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+@pytest.mark.vllm
+def test_another_nccl_is_named_before_anything_is_sent(made, fakes, engine, monkeypatch):
+    """NCCL itself would end the join of all with an error that names no versions."""
+    monkeypatch.setattr(device_carriers.Communicator, "version", lambda _: 22705)
+    with pytest.raises(RolloutError, match=f"has NCCL 22705 and {fakes[0].url} has 23203, .* install the same"):
+        made.load(source(engine, 1), version=8)
+    assert not any(asked(fake, (JOIN, UPDATE)) for fake in fakes)
 
 
 @pytest.mark.vllm
