@@ -209,7 +209,7 @@ def updated(s: Subject, adapters: Lora | None) -> dict[str, Any]:
         key = jax.random.key(s.c.trainer.seed)
         trained = Trained(layout, *state.adapt(layout, s.trained.learned, adapters, key=key))
         flops = lora_update_flops(s.cfg, adapters, s.responses, prompt=s.prompt)
-    trainable, opt = make_trainable(s.c.actor, "actor", compiled, trained, total_steps=1)
+    trainable, opt = make_trainable(s.c.actor, "actor", compiled, trained, total_steps=1, scaled=s.c.model.scales_loss)
     step, now = np.zeros((), np.int32), [trained.learned, opt]
     del opt
 

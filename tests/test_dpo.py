@@ -249,7 +249,7 @@ def test_loss_gradient_and_rewards_are_those_of_trl(name, tmp_path, initial):
     rows, scores = pairs.pack_pairs(task, some), []
     for path in (policy, reference):
         trained = load_trained(c, task.mesh, task.cfg, str(path), head="lm", key=jax.random.key(0), adapters=None)
-        model, opt = make_trainable(c.optim, "dpo", task.loss, trained, 1)
+        model, opt = make_trainable(c.optim, "dpo", task.loss, trained, 1, scaled=False)
         scores.append((model, opt, trained.learned, pairs.score_pairs(task, model, trained.learned, rows, len(some))))
     (model, opt, params, now), (*_, then) = scores
     halves = [(p.chosen, p.starts[0]) for p in some] + [(p.rejected, p.starts[1]) for p in some]

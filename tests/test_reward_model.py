@@ -121,7 +121,7 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     cfg, some = task.cfg, task.pairs.pairs[:12]
     how = dict(head="value", key=jax.random.key(3), adapters=task.adapters)
     trained = load_trained(typed(c), task.mesh, cfg, c.model.path, **how)
-    trainable, _ = make_trainable(typed(c).optim, "rm", task.loss, trained, 1)
+    trainable, _ = make_trainable(typed(c).optim, "rm", task.loss, trained, 1, scaled=False)
     how = dict(source=c.model.path, dtype="float32", head="value", changes=task.changes)
     path = hf_write.save_model(c.trainer.run_dir, trained.learned, cfg, **how)
     micros = pairs.pack_pairs(task, some)
@@ -131,7 +131,7 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     mini = batch.Mini(micros, batch.count(micros), sharding.rows_sharding(task.mesh))
     for micro in mini.micros:
         rows = jax.device_put(micro, mini.place)
-        carry, _ = task.loss.accumulate(trained.learned, None, carry, rows, mini.counts, slopes[1])
+        carry, _ = task.loss.accumulate(trained.learned, None, carry, rows, mini.counts, None, slopes[1])
     # groups of devices along `data` have sums of their own
     whole = jax.tree.map(lambda g, p: g.sum(0) if g.ndim > p.ndim else g, carry[0], trained.learned)
     ours = dict(hf_write.hf_tensors(whole, cfg, head="value"))

@@ -14,7 +14,7 @@ import optax
 
 from jppo import process  # corrects the sums of XLA, whoever makes a learner
 from jppo.errors import UserError
-from jppo.learner import cost, optim, packing, score, sharding, state, update
+from jppo.learner import cost, loss_scale, optim, packing, score, sharding, state, update
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import attention, fused, hf, lora, modules, placing, sequence_parallel
 from jppo.models.config import ModelConfig
@@ -236,17 +236,18 @@ def offload_if(trained: Trained, offloaded: bool, *, shared: bool = False) -> Tr
     return dataclasses.replace(trained, learned=placing.to_host(trained.learned), base=base)
 
 
-def optimizer_of(section: Optimizer, name: str, layout: state.ModelLayout) -> Any:
-    """Makes the optimizer of a section of the config; `name` as in `make_trainable`."""
+def optimizer_of(section: Optimizer, name: str, layout: state.ModelLayout, *, scaled: bool) -> Any:
+    """Makes the optimizer of a section of the config; `name` and `scaled` as in `make_trainable`."""
     chain = make_chain(section, name if name in ("actor", "critic") else "optim", layout.matrices)
     narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(layout.shapes))
-    return optim.make_optimizer(
+    tx = optim.make_optimizer(
         chain,
         grad_clip=section.grad_clip,
         moments_dtype=section.moments_dtype,
         master=section.master_dtype == "float32" and narrow,
         still=layout.still,
     )
+    return loss_scale.scale_loss(tx) if scaled else tx
 
 
 def make_chain(section: Optimizer, name: str, matrices: Any = None) -> optim.Chain:
@@ -375,10 +376,13 @@ def kept_tokens(c: Loop, policy: ModelConfig) -> int:
 
 
 def make_trainable(
-    section: Optimizer, name: str, loss: CompiledLoss, trained: Trained, total_steps: int
+    section: Optimizer, name: str, loss: CompiledLoss, trained: Trained, total_steps: int, *, scaled: bool
 ) -> tuple[Trainable, Any]:
-    """Makes the Trainable of a loaded model by a section of the config, and the initial state of its optimizer."""
-    tx = optimizer_of(section, name, trained.layout)
+    """Makes the Trainable of a loaded model by a section of the config, and the initial state of its optimizer.
+
+    `scaled`: the optimizer's state has a loss scale.
+    """
+    tx = optimizer_of(section, name, trained.layout, scaled=scaled)
     opt, opt_shardings = state.init_optimizer(tx, trained.layout, trained.learned)
     shardings = trained.layout.shardings, opt_shardings
     apply = update.make_apply(tx, rate_schedule(section, total_steps), shardings=shardings)

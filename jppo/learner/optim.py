@@ -15,6 +15,7 @@ import optax
 from optax import GradientTransformationExtraArgs as Transformation
 from optax import contrib
 
+from jppo.learner.loss_scale import Scaled, unscaled
 from jppo.models import placing
 from jppo.models.lora import hash_32_bits
 from jppo.types import Array, Params
@@ -106,7 +107,8 @@ def apply_gradients(
     def step_in_f32(params: Params, opt: Any) -> tuple[Params, Any]:
         params_f32 = in_f32(params)
         updates, opt = tx.update(in_f32(grads), opt, params_f32, learning_rate=learning_rate)
-        params_f32 = opt.master if isinstance(opt, Master) else optax.apply_updates(params_f32, updates)
+        inner = unscaled(opt)
+        params_f32 = inner.master if isinstance(inner, Master) else optax.apply_updates(params_f32, updates)
         return jax.tree.map(lambda p, w: w.astype(p.dtype), params, params_f32), opt
 
     by_platform = {
@@ -257,6 +259,8 @@ def rounded_bf16(x: Array, steps: Array, number: int) -> Array:
 
 def reset_optimizer(opt: Any, params: Params) -> Any:
     """Returns a fresh optimizer state for loaded parameters whose checkpoint has none: a master copy is theirs."""
+    if isinstance(opt, Scaled):
+        return opt._replace(inner=reset_optimizer(opt.inner, params))
     if not isinstance(opt, Master):
         return opt
     master = jax.tree.map(

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jppo.learner import batch, packing, ppo, sharding, state, update
+from jppo.learner.loss_scale import scale_of
 from jppo.learner.ppo import StepLearner
 from jppo.learner.trainable import Trainable
 from jppo.models import placing
@@ -123,7 +124,7 @@ def update_programs(
             yield load
             by_expert = load.results()
             counts = dataclasses.replace(counts, load=np.zeros(by_expert.shape, by_expert.dtype))
-        args = learned, trainable.base, carry, placed, counts, *further
+        args = learned, trainable.base, carry, placed, counts, scale_of(opt), *further
         yield Program(f"{name} gradient", "gradient", trainable.loss.accumulate, args, name, shape, **accounting)
     if trainable.exchange is not None:
         yield Program(f"{name} exchange", "exchange", trainable.exchange, (carry,), name, **accounting)

@@ -13,6 +13,7 @@ import numpy as np
 
 from jppo.learner import batch, streams, update
 from jppo.learner.algorithm import Algorithm
+from jppo.learner.loss_scale import scale_of
 from jppo.learner.optim import Hyperparameters
 from jppo.learner.score import LogProb
 from jppo.learner.stats import Outputs, Stat, average, join_parts
@@ -132,7 +133,7 @@ class Trainable:
             if self.drops:
                 mini = batch.with_dropout(mini, key, step, number)
             mini = self.loss.look_ahead(join(params, base), mini, key, step, number)
-            carry, parts = self.forward_backward(params, base, self.zeros(), mini, *further)
+            carry, parts = self.forward_backward(params, base, self.zeros(), mini, scale_of(opt), *further)
             params, opt, stats = self.optim_step(params, opt, carry, step, learns=mini.learns)
             history.append((parts, stats))
             del carry  # frees it before the next one exists
@@ -144,16 +145,17 @@ class Trainable:
         return params, opt, average(mini_metrics)
 
     def forward_backward(
-        self, params: Params, base: Base | None, carry: update.Carry, mini: batch.Mini, *further: Any
+        self, params: Params, base: Base | None, carry: update.Carry, mini: batch.Mini, scale: Any, *further: Any
     ) -> tuple[update.Carry, list[Outputs]]:
         """Adds the gradient of a mini-batch to the sums in `carry`, which is donated; returns them and the outputs.
 
-        `params`, `base` and `further` are on the devices, and the mini-batch is from `CompiledLoss.look_ahead`.
+        `params`, `base` and `further` are on the devices, and the mini-batch is from `CompiledLoss.look_ahead`. `scale`
+        is `scale_of` the optimizer's state.
         """
-        parts = list[Outputs]()
+        parts, scale = list[Outputs](), placing.to_device(scale)
         for micro in mini.micros:
             rows = placing.put(micro, mini.place)
-            carry, part = self.loss.accumulate(params, base, carry, rows, mini.counts, *further)
+            carry, part = self.loss.accumulate(params, base, carry, rows, mini.counts, scale, *further)
             jax.block_until_ready(parts[-1:])  # else the rows of all micro-batches would be on the devices at once
             parts.append(part)
         return carry, parts

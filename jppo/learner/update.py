@@ -18,6 +18,7 @@ from jppo.algorithms.masked import FAR, masked_sum
 from jppo.errors import UserError
 from jppo.learner import sharding
 from jppo.learner.algorithm import Algorithm, Term
+from jppo.learner.loss_scale import Scaled, next_scale
 from jppo.learner.optim import Hyperparameters, apply_gradients
 from jppo.learner.score import LogProb, LogProbKL, Value
 from jppo.learner.stats import Outputs, Stat, join_groups, stats_of
@@ -179,11 +180,11 @@ def groups_of(mesh: Mesh) -> int:
 def make_accumulate(
     loss: Loss, *, mesh: Mesh | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., tuple[Carry, Outputs]]:
-    """Compiles (learned, base, carry, micro-batch, counts, ...) -> the carry plus gradient and loss; the outputs.
+    """Compiles (learned, base, carry, micro-batch, counts, scale, ...) -> carry plus gradient and loss; the outputs.
 
-    The gradient is by the learned parameters; a frozen `base` has none. Groups of devices along `data` keep their own
-    sums of gradients, which take no more memory than one sum. `make_exchange` adds these up, once a mini-batch.
-    `options` are the compiler's.
+    The gradient is by the learned parameters; a frozen `base` has none. `scale` is the loss scale; None: 1. Groups of
+    devices along `data` keep their own sums of gradients, which take no more memory than one sum. `make_exchange` adds
+    these up, once a mini-batch. `options` are the compiler's.
     """
     groups = 1 if mesh is None else groups_of(mesh)
 
@@ -195,15 +196,23 @@ def make_accumulate(
         return outputs
 
     def accumulate(
-        learned: Params, base: Base | None, carry: Carry, micro: Scored | Rows, counts: Counts, *further: Any
+        learned: Params,
+        base: Base | None,
+        carry: Carry,
+        micro: Scored | Rows,
+        counts: Counts,
+        scale: Array | None,
+        *further: Any,
     ) -> tuple[Carry, Outputs]:
         """Adds a micro-batch's gradient and loss to the sums in `carry`."""
 
         def gradient(micro: Scored | Rows) -> Any:
-            def loss_of(learned: Params) -> tuple[Array, Outputs]:
-                return loss(join(learned, base), micro, counts, *further)
+            def loss_of(learned: Params) -> tuple[Array, tuple[Array, Outputs]]:
+                value, outputs = loss(join(learned, base), micro, counts, *further)
+                return value if scale is None else scale * value, (value, outputs)
 
-            return jax.value_and_grad(loss_of, has_aux=True)(learned)
+            grads, results = jax.grad(loss_of, has_aux=True)(learned)
+            return results, grads
 
         grads, loss_sum = carry
         if groups == 1:
@@ -212,7 +221,12 @@ def make_accumulate(
             with divide_rows(GROUPS):
                 (new_loss, parts), new_grads = jax.vmap(gradient, spmd_axis_name=GROUPS)(jax.tree.map(by_group, micro))
             new_loss, outputs = jnp.sum(new_loss), join_groups(parts)
-        return (jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new_grads), loss_sum + new_loss), outputs
+
+        def add(total: Array, new: Array) -> Array:
+            wide = new.astype(jnp.float32)
+            return total + (wide if scale is None else wide / scale)
+
+        return (jax.tree.map(add, grads, new_grads), loss_sum + new_loss), outputs
 
     return jax.jit(accumulate, donate_argnums=2, compiler_options=options)
 
@@ -253,7 +267,8 @@ def make_apply(
 ) -> jax.stages.Wrapped:
     """Compiles the optimizer step: (params, optimizer state, carry, step, learns) -> the next two, and metrics.
 
-    A non-finite loss or gradient leaves both unchanged and counts as `skipped`. So does a mini-batch without a token to
+    A non-finite loss or gradient leaves both unchanged and counts as `skipped`; if the loss scale may be the reason, it
+    is lowered, and the mini-batch counts as `overflowed`. Unchanged are both also after a mini-batch without a token to
     learn from (`learns` is False), counted as `empty`. AdamW would decay the weights and move them by momentum.
     `schedule` returns the rate of a step, or all `Hyperparameters`.
     """
@@ -267,7 +282,12 @@ def make_apply(
         is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         params, opt = apply_gradients(tx, params, opt, grads, lr, is_finite & learns)
         rate = lr.lr if isinstance(lr, Hyperparameters) else lr
-        return params, opt, {"grad_norm": norm, "lr": rate, "skipped": 1.0 - is_finite, "empty": 1.0 - learns}
+        stats = {"grad_norm": norm, "lr": rate, "skipped": 1.0 - is_finite, "empty": 1.0 - learns}
+        if isinstance(opt, Scaled):
+            overflowed = learns & jnp.isfinite(loss) & ~is_finite
+            opt, of_scale = next_scale(opt, finite=is_finite & learns, overflowed=overflowed)
+            stats |= of_scale | {"skipped": stats["skipped"] - of_scale["overflowed"]}
+        return params, opt, stats
 
     # The gradients are not donated: the results in their place would be copied, not computed there.
     return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(*shardings, None))

@@ -128,7 +128,7 @@ def estimate_one_model(c: Supervised, task: Task, packed: Sequence[Rows], inspec
     """Estimates a run that trains one model; `packed` is its largest batch."""
     mesh, shapes = task.mesh, largest_shapes(task.plan)
     trained = make.sketch_trained(c, mesh, task.cfg, head=task.head, adapters=task.adapters)
-    trainable, opt = make.make_trainable(c.optim, task.name, task.loss, trained, 1)
+    trainable, opt = make.make_trainable(c.optim, task.name, task.loss, trained, 1, scaled=c.model.scales_loss)
     learned, now = trained.learned, task.begin(trained.learned, opt, seed=c.trainer.seed)
     rows, by_row = [packing.empty_rows(shape) for shape in shapes], sharding.rows_sharding(mesh)
     if task.scores is None:
@@ -165,7 +165,7 @@ def stored_models(c: Settings, inputs: ModelConfigs, mesh: Any) -> int:
 def stored_model(c: Training, mesh: Any, cfg: ModelConfig, adapters: Lora | None, head: Head, optimizer: str) -> int:
     """Returns the bytes of one model in a checkpoint; `optimizer` is its section of the settings."""
     trained = make.sketch_trained(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
-    tx = optimizer_of(optimizers(c)[optimizer], optimizer, trained.layout)
+    tx = optimizer_of(optimizers(c)[optimizer], optimizer, trained.layout, scaled=c.model.scales_loss)
     opt, _ = state.init_optimizer(tx, trained.layout, trained.learned)
     return global_size((trained.learned, opt))
 

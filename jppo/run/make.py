@@ -272,11 +272,12 @@ def load_learner(
     `warmup`: first steps without the policy's update. A `sketch` has shapes in place of arrays and reads no weights.
     """
     passes, seed, steps = make_passes(c, recipe, inputs, mesh), c.trainer.seed, inputs.total_steps
+    scaled = c.model.scales_loss
     policy, value = load_models(c, inputs, mesh, seed, sketch=sketch)
-    actor, policy_opt = make.make_trainable(c.actor, "actor", passes.actor, policy, steps - warmup)
+    actor, policy_opt = make.make_trainable(c.actor, "actor", passes.actor, policy, steps - warmup, scaled=scaled)
     critic = value_opt = reference = None
     if value is not None and passes.critic is not None:
-        critic, value_opt = make.make_trainable(c.critic, "critic", passes.critic, value, steps)
+        critic, value_opt = make.make_trainable(c.critic, "critic", passes.critic, value, steps, scaled=scaled)
     if inputs.reference is not None:
         cfg = pad_vocab(inputs.reference, mesh.shape["tensor"])
         reference = load_reference(c, mesh, cfg, policy, fold(jax.random.key(seed), Start.REFERENCE), sketch)
@@ -341,7 +342,8 @@ def begin_optimizer(c: Loop, inputs: ModelConfigs, learner: Learner, field: str,
         layout = state.model_weights(cfg, learner.mesh, head=head, param_dtype=c.model.param_dtype)
     else:
         layout = state.adapters(cfg, learner.mesh, adapters, head=head)
-    opt, _ = state.init_optimizer(make.optimizer_of(section, name, layout), layout, learned)
+    tx = make.optimizer_of(section, name, layout, scaled=c.model.scales_loss)
+    opt, _ = state.init_optimizer(tx, layout, learned)
     return placing.to_host(opt) if section.optimizer_offload else opt
 
 

@@ -203,6 +203,10 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
             old, new = config.get(name, "adamw"), current["config"].get(name)
             if new not in (None, old) and ":" not in old + new:
                 refuse(name, old, new, "with its state")
+        name = "model.compute_dtype"
+        old, new = values(name)
+        if old != new and "float16" in (old, new):
+            refuse(name, old, new, "and in float16 alone optimizers have a loss scale")
     for kind, files in (("data", "data.train_files"), ("frozen", "")):
         old, new = saved.get(kind), current[kind]
         if old is None or old == new:

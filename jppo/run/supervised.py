@@ -17,6 +17,7 @@ from jppo.data.stream import Cursor, next_batch
 from jppo.distributed.hosts import ALONE
 from jppo.errors import expanded
 from jppo.learner import batch, make, packing, sharding, update
+from jppo.learner.loss_scale import SMALLEST, scale_of
 from jppo.learner.make import load_trained, make_adapters, make_trainable, plan_rows
 from jppo.learner.state import begin_state, remove_padding, scalar, spare_rows
 from jppo.learner.stats import join_stages
@@ -149,7 +150,8 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
             timer.part("the model")
             options = dict[str, Any](head=task.head, key=jax.random.key(t.seed), adapters=task.adapters)
             trained = load_trained(c, task.mesh, task.cfg, c.model.path, **options)
-            trainable, opt = make_trainable(c.optim, task.name, task.loss, trained, task.steps)
+            scaled = c.model.scales_loss
+            trainable, opt = make_trainable(c.optim, task.name, task.loss, trained, task.steps, scaled=scaled)
             frozen = {} if trained.base is None else {"model.path": trained.base.params}
             origin = run_identity(c, task.mesh, data={"train": objective.checksum}, frozen=frozen)
             timer.part("the first pass")
@@ -207,7 +209,7 @@ def _make_method(run: SupervisedRun) -> loop.Method:
             meta["pending"] = now.unlogged | run.timer.next_step()
         with run.timer("save"):
             for batch in last_batch:
-                require_finite(run.trainable, task.trained(now.state)[0], batch)
+                require_finite(run.trainable, *task.trained(now.state), batch)
             run.logger.sync()
             spare = spare_rows(**{task.fields[0]: run.trainable})
             run.checkpoints.save(now.step, remove_padding(now.state, spare), meta)
@@ -265,11 +267,16 @@ def _remedy(c: Supervised) -> str:
     return f"lower optim.lr={c.optim.lr}, and give the command again: it resumes from the last checkpoint"
 
 
-def require_finite(trainable: Trainable, learned: Params, example_batch: ExampleBatch) -> None:
-    """Raises NonFinite where finite parameters give non-finite losses or gradients, for rows of the last step."""
+def require_finite(trainable: Trainable, learned: Params, opt: Any, example_batch: ExampleBatch) -> None:
+    """Raises NonFinite where finite parameters give non-finite losses or gradients, for rows of the last step.
+
+    The loss scale is the smallest, at which an overflow is the model's.
+    """
+    scale = None if scale_of(opt) is None else scalar(SMALLEST, placing.to_device(scale_of(opt)))
     params, base, further = placing.to_device((learned, trainable.base, example_batch.further))
     rows = placing.put(example_batch.mini.micros[0], example_batch.mini.place)
-    carry, _ = trainable.loss.accumulate(params, base, trainable.zeros(), rows, example_batch.mini.counts, *further)
+    counts = example_batch.mini.counts
+    carry, _ = trainable.loss.accumulate(params, base, trainable.zeros(), rows, counts, scale, *further)
     leaves: Sequence[Any] = jax.tree.leaves(carry)
     if nonfinite({str(number): leaf for number, leaf in enumerate(leaves)}):
         raise NonFinite("the loss or its gradient is not a finite number")

@@ -21,8 +21,8 @@ class Trunk(Section):
     path: str = setting("", "HF directory or hub name of the policy", required=True)
     init: str = setting("pretrained", "Source of the weights of model.path. random: drawn; of the directory only"
         " config.json and the tokenizer are read", choices=("pretrained", "random"))
-    compute_dtype: str = setting("float32", "Dtype of matrix products; sums, log-probs and losses are float32",
-        choices=DTYPES)
+    compute_dtype: str = setting("float32", "Dtype of matrix products; sums, log-probs and losses are float32. float16"
+        " scales the loss of updates", choices=(*DTYPES, "float16"))
     param_dtype: str = setting("float32", "Dtype of the parameters", choices=DTYPES)
     max_position_embeddings: int = setting(-1, "Longest row that the models may read, in place of config.json's"
         " max_position_embeddings. -1: config.json's", unit="tokens", bounds="[1,", off=-1)
@@ -42,6 +42,11 @@ class Trunk(Section):
         " commas")
     base_quantization: str = setting("none", "Form of the frozen kernels under adapters (QLoRA), which products decode"
         " layer by layer: int8, or mxfp4 with 4 bits", choices=("none", "int8", "mxfp4"), only="model.lora_rank")
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether updates scale their loss, since small gradients would be 0."""
+        return self.compute_dtype == "float16"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,6 +137,7 @@ class Learner:
     experts: int = 0  # of a mixture; 0: a dense model
     replay: bool = False
     kept: int = 0  # the most kept tokens that are replayed
+    dtype: str = "float32"  # of products
 
     def __post_init__(self):
         self.hf = experts_config(self.experts) if self.experts else hf_config()
@@ -149,6 +150,7 @@ class Learner:
             constrain=sharding.constrain_to_rows(self.mesh),
             attend=sequence_parallel.exchange_positions(plain, self.mesh),
             lookup=modules.make_lookup(self.mesh),
+            dtype=self.dtype,
             remat=self.remat,
             mesh=self.mesh,
         )

@@ -132,7 +132,7 @@ def learn(made, *, kind="none", tokens_per_micro=10**6, order=None, tools=None):
             if name == "actor" and passes.actor.before is not None:
                 taken = passes.actor.before(table, mini, jax.random.key(0), np.int32(0), 0)
             for micro in taken.micros:
-                carry, _ = getattr(passes, name).accumulate(table, None, carry, micro, mini.counts, *further)
+                carry, _ = getattr(passes, name).accumulate(table, None, carry, micro, mini.counts, None, *further)
             gradient = np.zeros((B, LONGEST), np.float32)
             gradient[order] = carry[0]
             out |= {f"{name} gradient": gradient, f"{name} loss": np.asarray(carry[1])}

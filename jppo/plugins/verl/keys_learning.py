@@ -224,8 +224,8 @@ def _mesh_and_dtypes(model: str, fsdp: str, megatron: str) -> tuple[KeyRow, ...]
     return (
       same(f"{fsdp}.fsdp_size", "mesh.fsdp", -1, "fsdp"),
       same(f"{model}.torchtitan.data_parallel_shard_size", "mesh.fsdp", convert="titan"),
-      same(f"{fsdp}.model_dtype", "model.param_dtype", "float32", "train_dtype"),
-      same(f"{fsdp}.dtype", "model.compute_dtype", "bfloat16", "train_dtype"),
+      same(f"{fsdp}.model_dtype", "model.param_dtype", "float32", "param_dtype"),
+      same(f"{fsdp}.dtype", "model.compute_dtype", "bfloat16", "dtype"),
       same(f"{megatron}.tensor_model_parallel_size", "mesh.tensor", 1),
       same(f"{megatron}.expert_model_parallel_size", "mesh.expert", 1, "expert"),
       same(f"{transformer}.moe_aux_loss_coeff", "actor.router_aux_loss_coef", convert="balance"),

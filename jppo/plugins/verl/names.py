@@ -62,7 +62,7 @@ _OTHER_NAMES = {
     "A.megatron.tensor_model_parallel_size": "A.automodel.tp_size A.ENGINE.tensor_parallel_size",
     "A.megatron.pipeline_model_parallel_size": "A.automodel.pp_size A.ENGINE.pipeline_parallel_size",
     "A.megatron.expert_model_parallel_size": "A.automodel.ep_size A.ENGINE.expert_parallel_size",
-    "A.fsdp_config.dtype": "A.fsdp_config.mixed_precision.param_dtype",
+    "A.fsdp_config.dtype": "A.fsdp_config.mixed_precision.param_dtype A.megatron.dtype A.ENGINE.dtype",
     "A.fsdp_config.model_dtype": "A.automodel.model_dtype",
     "A.fsdp_config.fsdp_size": "A.ENGINE.fsdp_size",
     "A.fsdp_config.offload_policy": "A.ENGINE.enable_fsdp_offload",
@@ -219,7 +219,7 @@ FOLLOWING: dict[str, tuple[Callable[[GetKey], Any], str, str]] = {
 # For overrides on top of a jppo config: conversions that leave a value as it is, and keys without such a setting.
 UNCHANGED = (
     "as_is", "at_least_0", "dtype", "drawn", "engine", "adv_estimator", "filled", "in_turns", "interval", "loss_mode",
-    "off", "schedule", "top_k", "train_dtype", "warmup_steps", "rollout_is", "with_model",
+    "off", "schedule", "top_k", "param_dtype", "warmup_steps", "rollout_is", "with_model",
 )  # fmt: skip
 OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
     key_of("A.use_dynamic_bsz"): lambda _, values: not any(key_of(key) in values for key in MICRO),

@@ -267,16 +267,7 @@ def _family_fault(key: str, value: Any, _: GetKey) -> str:
     return f"jppo has no {match[0]} models; docs/architecture.md lists its families"
 
 
-def _float16_fault(key: str, value: Any, _: GetKey) -> str:
-    """Returns why a key asks for training in float16, or ''."""
-    is_dtype = "dtype" in key and not key.startswith(("actor_rollout_ref.rollout.", "reward."))
-    is_half = is_dtype and str(value).lower() in ("fp16", "float16", "half", "torch.float16")
-    if is_half or (key.endswith(".fp16") and value):
-        return "training in float16; bfloat16 has the range of float32 and needs no loss scaling"
-    return ""
-
-
-_FAULTS: tuple[Callable[[str, Any, GetKey], str], ...] = (_vision_fault, _family_fault, _float16_fault, teacher_fault)
+_FAULTS: tuple[Callable[[str, Any, GetKey], str], ...] = (_vision_fault, _family_fault, teacher_fault)
 
 
 def _foreign_tools(path: str) -> str:

@@ -74,11 +74,11 @@ def logger_names(value: Any, _: GetKey) -> str:
     )
 
 
-def train_dtype(value: str, _: GetKey) -> str:
-    """Returns the trainer's dtype by jppo's name; Unsupported for float16."""
+def param_dtype(value: str, _: GetKey) -> str:
+    """Returns the parameters' dtype by jppo's name; Unsupported for float16."""
     dtype = _DTYPES.get(value, value)
     if dtype == "float16":
-        raise Unsupported("bfloat16 has the range of float32, and needs no loss scaling; rollout.dtype may be float16")
+        raise Unsupported("float16 lacks the range for parameters; model.compute_dtype may be float16")
     return dtype
 
 
@@ -395,8 +395,8 @@ _NAMED = (
     derived.rejection, derived.rollout_is, derived.teacher_clamp, derived.with_weights,
     adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_model,
     cut_prompts, dynamic_tokens, engine, filter_groups, filter_metric, filtering, function, group, in_turns, interval,
-    logger_names, master, micro_tokens, model_engine, modules, of_tools, optimizer, quantized, ref_offload,
-    resume_mode, reward_parts, schedule, served_experts, top_k, train_dtype, trainer_mode, unless_greedy,
+    logger_names, master, micro_tokens, model_engine, modules, of_tools, optimizer, param_dtype, quantized,
+    ref_offload, resume_mode, reward_parts, schedule, served_experts, top_k, trainer_mode, unless_greedy,
     warmup_steps, with_model,
 )  # fmt: skip
 CONVERSIONS |= {function.__name__: function for function in _NAMED}

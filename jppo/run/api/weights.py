@@ -13,6 +13,7 @@ import numpy as np
 from jppo.errors import UserError
 from jppo.learner import optim, state
 from jppo.learner.batch import Mini, with_counts_of_whole
+from jppo.learner.loss_scale import scale_of
 from jppo.learner.make import rate_schedule
 from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.stats import Outputs, average, join_parts
@@ -80,7 +81,7 @@ class TrainedWeights:
         params, base, further = placing.to_device((self.params, trainable.base, further))
         carry, self._carry = trainable.zeros() if self._carry is None else self._carry, None
         try:
-            carry, parts = trainable.forward_backward(params, base, carry, mini, *further)
+            carry, parts = trainable.forward_backward(params, base, carry, mini, scale_of(self.opt), *further)
         except BaseException:
             self.discard()  # the carry was donated
             raise

@@ -316,11 +316,19 @@ def test_values_are_those_of_hydra(text, value):
     assert read_value(text) == value and type(read_value(text)) is type(value)
 
 
-@pytest.mark.parametrize("key", ("fsdp_config.dtype", "fsdp_config.model_dtype", "megatron.dtype", "veomni.dtype"))
-def test_float16_training_is_not_supported(key, capsys):
-    assert "not supported: training in float16" in refusal(capsys, f"actor_rollout_ref.actor.{key}=fp16")
-    half, _ = said(capsys, "actor_rollout_ref.rollout.dtype=float16")
-    assert half["rollout.dtype"] == "float16"
+@pytest.mark.parametrize("key", ("fsdp_config.dtype", "megatron.dtype", "veomni.dtype", "torchtitan.dtype"))
+@pytest.mark.parametrize("value", ("fp16", "float16", "half"))
+def test_float16_is_of_products_and_samples(key, value, capsys):
+    words = f"actor_rollout_ref.actor.{key}={value}", f"actor_rollout_ref.rollout.dtype={value}"
+    half, _ = said(capsys, *words)
+    assert half["model.compute_dtype"] == half["rollout.dtype"] == "float16"
+    assert half["model.param_dtype"] == "float32"
+
+
+def test_parameters_in_float16_are_not_supported(capsys):
+    words = ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp16",)
+    error = one_line(capsys, from_verl.main, *words, code=3)
+    assert error.endswith(": float16 lacks the range for parameters; model.compute_dtype may be float16\n")
 
 
 @pytest.mark.parametrize(
