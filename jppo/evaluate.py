@@ -85,7 +85,8 @@ def _evaluate(c: Settings, console: rich.console.Console) -> bool:
             timer.part("waiting for the sampler")
             sampler = engine.ready(**engine_arguments(inputs))
             timer.part("the first publish")
-            publish_checkpoint(c.model.path, sampler, inputs.policy, mesh, param_dtype=c.model.param_dtype)
+            dtypes = dict(param_dtype=c.model.param_dtype, engine_dtype=c.rollout.dtype)
+            publish_checkpoint(c.model.path, sampler, inputs.policy, mesh, **dtypes)
             reward_sum.ready()
         stack.enter_context(timer("testing"))
         tested = validation.run_test(

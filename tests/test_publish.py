@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from jppo import settings
+from jppo.errors import UserError
+from jppo.learner import sharding
 from jppo.models import decoder, hf, hf_write, lora
 from jppo.rollout import publish
+from jppo.rollout.inprocess import InprocessSampler
 from jppo.rollout.make import make_publish_settings
 
 
@@ -26,8 +29,18 @@ class Served:
         self.adapters.append(version)
 
 
+class Held(InprocessSampler):
+    """The in-process engine, made without its programs."""
+
+    def __init__(self):
+        self.policy = None
+
+    def hold(self, policy, *, version):
+        self.policy = policy
+
+
 def learner_of(cfg, weights):
-    return types.SimpleNamespace(cfg=cfg, policy=lambda now: weights)
+    return types.SimpleNamespace(cfg=cfg, policy=lambda now: weights, mesh=sharding.mesh_of_shape((1, 1, 1)))
 
 
 @pytest.fixture
@@ -43,10 +56,10 @@ def policy(small_run):
         ("float32", "bfloat16", "bfloat16"),
         ("float32", "float16", "float16"),
         ("bfloat16", "float32", "bfloat16"),
-        ("bfloat16", "float16", "bfloat16"),
+        ("bfloat16", "float16", "float16"),  # so that its range is checked
     ],
 )
-def test_weights_go_out_in_the_narrower_dtype(small_run, policy, ours, theirs, sent):
+def test_weights_go_out_in_the_servers_dtype_unless_it_is_wider(small_run, policy, ours, theirs, sent):
     cfg, values = policy
     small_run.model.param_dtype, small_run.rollout.dtype = ours, theirs
     values = jax.tree.map(lambda x: x.astype(ours), values)
@@ -74,6 +87,36 @@ def test_the_device_rounds_as_vllm_does(policy, dtype):
     ours = dict(hf_write.hf_tensors(values, cfg, dtype=dtype))["model.embed_tokens.weight"]
     theirs = torch.empty(bits.shape, dtype=getattr(torch, dtype)).copy_(torch.from_numpy(bits.copy()))
     assert np.array_equal(ours.view(np.uint16), theirs.view(torch.uint16).numpy())
+
+
+@pytest.mark.parametrize("engine", ["server", "inprocess"])
+def test_a_weight_beyond_float16_is_refused(small_run, policy, engine):
+    """65504 is its largest number; a cast of more would be infinite."""
+    cfg, values = policy
+    small_run.rollout.dtype, small_run.rollout.name = "float16", "vllm" if engine == "server" else "inprocess"
+    how, now = make_publish_settings(small_run, None), types.SimpleNamespace(step=3)
+    assert how.dtype == "float16"
+    sampler = Served() if engine == "server" else Held()
+    kernel = values["layers"]["mlp"]["up"]["kernel"]
+    values["layers"]["mlp"]["up"]["kernel"] = kernel.at[0, 1, 2].set(-65504.0)
+    publish.publish_policy(how, learner_of(cfg, values), sampler, now)
+    values["layers"]["mlp"]["up"]["kernel"] = kernel.at[0, 1, 2].set(-7e4)
+    rule = r"has a weight of 70000, and the largest float16 is 65504; set rollout.dtype.* to bfloat16 or float32"
+    with pytest.raises(UserError, match=rule) as refused:
+        publish.publish_policy(how, learner_of(cfg, values), sampler, now)
+    assert ("model.layers.0.mlp.up_proj.weight" if engine == "server" else "layers.mlp.up.kernel") in str(refused.value)
+
+
+@pytest.mark.parametrize("engine", ["server", "inprocess"])
+def test_a_stored_weight_beyond_float16_is_refused(policy, tmp_path, small_run, engine):
+    cfg, values = policy
+    values["layers"]["mlp"]["up"]["kernel"] = values["layers"]["mlp"]["up"]["kernel"].at[0, 1, 2].set(7e4)
+    path = hf_write.save_model(tmp_path / "large", values, cfg, source=small_run.model.path, dtype="float32")
+    sampler = Served() if engine == "server" else Held()
+    mesh = sharding.mesh_of_shape((1, 1, 1))
+    publish.publish_checkpoint(path, sampler, cfg, mesh, param_dtype="float32", engine_dtype="bfloat16")
+    with pytest.raises(UserError, match=r"a weight of 70000, .* is 65504; set rollout\.dtype"):
+        publish.publish_checkpoint(path, sampler, cfg, mesh, param_dtype="float32", engine_dtype="float16")
 
 
 def test_beside_the_base_only_adapters_go_out(small_run, policy, monkeypatch):

@@ -16,7 +16,7 @@ from jppo import process  # corrects the sums of XLA, whoever makes a learner
 from jppo.errors import UserError
 from jppo.learner import cost, loss_scale, optim, packing, score, sharding, state, update
 from jppo.learner.trainable import CompiledLoss, Trainable
-from jppo.models import attention, fused, hf, lora, modules, placing, sequence_parallel
+from jppo.models import attention, fused, half, hf, lora, modules, placing, sequence_parallel
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import Decoder, Remat, attention_settings
 from jppo.models.lora import Base, Lora
@@ -199,6 +199,8 @@ def load_trained(
         values = state.load_sharded(layout, path, init=init or c.model.init, key=key)
     else:
         values = trunk if head == "lm" else state.on_trunk(layout, trunk, key=key)
+    if c.model.scales_loss and not placing.are_shapes(values):
+        half.require_range_of_all(values, "model.compute_dtype")
     if adapters is None:
         return Trained(layout, values, None)
     layout = state.adapters(cfg, mesh, adapters, head=head)

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jppo.models import config_reader, hf, lora, params, placing, tensorfile
+from jppo.models import config_reader, half, hf, lora, params, placing, tensorfile
 from jppo.models.config import ModelConfig
 from jppo.models.params import Entry, Head
 from jppo.types import Params
@@ -66,7 +67,10 @@ def hf_tensors(
 def device_tensors(
     model: lora.Weights, cfg: ModelConfig, *, head: Head = "lm", dtype: Any = None
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yields the tensors of `hf_tensors`, still on the devices; arrays already in HF's layout are not copied."""
+    """Yields the tensors of `hf_tensors`, still on the devices; arrays already in HF's layout are not copied.
+
+    Raises UserError for a weight beyond float16, if that is the dtype.
+    """
     for entry in params.table(cfg, head=head):
         array, adapter = lora.kernel_and_adapter(entry, model)
         dtype_out = np.dtype(entry.dtype(array.dtype if dtype is None else dtype))
@@ -75,8 +79,11 @@ def device_tensors(
             yield entry.hf, placing.whole_array(_new_array(array))
             continue
         for index, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
-            tensor = _export_tensor(array, adapter, index, entry=entry, dtype=dtype_out)
-            yield name, placing.whole_array(tensor)
+            tensor = placing.whole_array(_export_tensor(array, adapter, index, entry=entry, dtype=dtype_out))
+            if dtype_out == np.float16 and not jnp.isfinite(tensor).all():
+                wide = _export_tensor(array, adapter, index, entry=entry, dtype=np.dtype(np.float32))
+                half.require_range_of_all({name: wide}, "rollout.dtype, or an export's --dtype,")
+            yield name, tensor
             del tensor
 
 

@@ -154,12 +154,12 @@ def make_publish_settings(c: Loop, adapters: Lora | None) -> PublishSettings:
 
 
 def published_dtype(c: Loop) -> str:
-    """Returns the dtype of published weights: the policy's, or the servers' if smaller.
+    """Returns the dtype of published weights: the policy's, or the servers' if that is no larger.
 
     Rounded on the device to nearest even, as vLLM would: the same bits, sooner.
     """
     policy_dtype, server_dtype = c.model.param_dtype, c.rollout.dtype
-    return server_dtype if jnp.dtype(server_dtype).itemsize < jnp.dtype(policy_dtype).itemsize else policy_dtype
+    return server_dtype if jnp.dtype(server_dtype).itemsize <= jnp.dtype(policy_dtype).itemsize else policy_dtype
 
 
 def may_overlap(c: Settings, hosts: Hosts) -> bool:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import sharding, state
 from jppo.learner.ppo import Learner
-from jppo.models import hf, hf_write, placing
+from jppo.models import half, hf, hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora, Weights
 from jppo.rollout.inprocess import InprocessSampler, PolicySampler
@@ -84,6 +84,8 @@ def publish_policy(
     version, mode = int(state.step), s.on_update
     if isinstance(sampler, InprocessSampler):
         policy, own_mesh = learner.policy(state), sharding.own_part(learner.mesh)
+        if s.dtype == "float16":
+            half.require_range_of_all(policy, "rollout.dtype")
         sampler.hold(policy if own_mesh is learner.mesh else placing.local(policy, own_mesh), version=version)
         return
     if s.adapters is None:
@@ -119,12 +121,21 @@ def _load(s: PublishSettings, sampler: Served, model: Weights, cfg: ModelConfig,
     hosts.together(load)
 
 
-def publish_checkpoint(path: str, sampler: PolicySampler, cfg: ModelConfig, mesh: Mesh, *, param_dtype: str) -> None:
+def publish_checkpoint(
+    path: str, sampler: PolicySampler, cfg: ModelConfig, mesh: Mesh, *, param_dtype: str, engine_dtype: str
+) -> None:
     """Publishes the model stored at `path` as version 0; the in-process engine holds it sharded over `mesh`."""
+
+    def stored_tensors() -> Iterator[tuple[str, np.ndarray]]:
+        tensors = hf.stored_tensors(path, cfg)
+        return half.within_range(tensors, "rollout.dtype") if engine_dtype == "float16" else tensors
+
     if isinstance(sampler, InprocessSampler):
         cfg = pad_vocab(cfg, mesh.shape["tensor"])
         layout = state.model_weights(cfg, mesh, head="lm", param_dtype=param_dtype)
         values = hf.load_params(path, cfg, head="lm", param_dtype=param_dtype, shardings=layout.shardings)
+        if engine_dtype == "float16":
+            half.require_range_of_all(values, "rollout.dtype")
         sampler.hold(values, version=0)
     else:
-        sampler.load(Repeatable(functools.partial(hf.stored_tensors, path, cfg)), version=0)
+        sampler.load(Repeatable(stored_tensors), version=0)
