@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("hf_dir")
     parser.add_argument("--tolerance", type=float, help="rollout.logp_tolerance; by default that of --dtype")
     parser.add_argument("--via", choices=("file", "tcp", "nccl", "ipc"), default="file", help="rollout.publish_via")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the server")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the server")
     parser.add_argument("--python", default="", help="the interpreter that has vLLM")
     args = parser.parse_args()
     # By default a float32 product is TF32 on a GPU, and the server's is not.

@@ -159,7 +159,7 @@ def of_model(name: str, model: Model, cases: int, rights: int) -> Iterator[dict[
     """Yields the rows of one model."""
     for kind, fault in (("right", right), *faults(model)):
         make_weights = jax.jit(functools.partial(fault, model))
-        for dtype in ("bfloat16",) if kind == "right" else ("float32", "bfloat16"):
+        for dtype in ("float16", "bfloat16") if kind == "right" else ("float32", "float16", "bfloat16"):
             mismatches = []
             for i in range(rights if kind == "right" else cases):
                 rng = np.random.default_rng(SEEDS + i)
