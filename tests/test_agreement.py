@@ -77,8 +77,8 @@ def test_right_weights_pass_and_wrong_ones_do_not():
         ({}, 2.5e-4, 1e-3),
         ({"rollout.dtype": "bfloat16"}, 0.1, 0.4),
         ({"model.compute_dtype": "bfloat16"}, 0.1, 0.4),
-        ({"model.compute_dtype": "float16"}, 0.0125, 0.05),
-        ({"model.compute_dtype": "float16", "rollout.dtype": "float16"}, 0.0125, 0.05),
+        ({"model.compute_dtype": "float16"}, 0.025, 0.1),
+        ({"model.compute_dtype": "float16", "rollout.dtype": "float16"}, 0.025, 0.1),
         ({"model.compute_dtype": "float16", "rollout.dtype": "bfloat16"}, 0.1, 0.4),
         (
             {"rollout.quantization": "fp8_per_channel", "rollout.dtype": "bfloat16"}

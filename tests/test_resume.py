@@ -1,6 +1,7 @@
 """Going on from a checkpoint: to the bit, on other devices, with other settings; and what is refused."""
 
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -15,7 +16,7 @@ import pytest
 
 from jppo import __version__, settings, train
 from jppo.errors import UserError
-from jppo.learner import state
+from jppo.learner import loss_scale, state
 from jppo.learner.make import make_mesh
 from jppo.learner.trainable import Trainable
 from jppo.rollout.protocol import RolloutError
@@ -83,6 +84,30 @@ def test_whatever_ends_a_run_each_step_counts_once(whole, monkeypatch, tmp_path,
     train.train(c)
     assert untimed(c.trainer.run_dir) == untimed(whole.trainer.run_dir)
     assert weights(c.trainer.run_dir) == weights(whole.trainer.run_dir)
+
+
+def test_loss_scales_resume_to_the_bit(small_run, monkeypatch, tmp_path):
+    """Of the policy and the critic, which here change in every step."""
+    monkeypatch.setattr(loss_scale, "INTERVAL", 1)
+    half = {"model.compute_dtype": "float16", "trainer.total_training_steps": 3, "trainer.test_freq": -1}
+    c = changed(small_run, half)
+    train.train(c)
+    lines = untimed(c.trainer.run_dir)[-3:]
+    for name in ("actor", "critic"):
+        overflowed = [line[f"{name}/overflowed"] for line in lines]
+        scales = [line[f"{name}/loss_scale"] for line in lines]
+        assert scales[0] == 2.0**16
+        assert [b / a for a, b in itertools.pairwise(scales)] == [0.5 if x else 2.0 for x in overflowed[:-1]]
+        assert not any(line[f"{name}/skipped"] for line in lines)
+    other = broken_off(c, tmp_path / "other", monkeypatch, in_call_of=train.ppo.learn, at=3, error=Stopped(0, "asked"))
+    train.train(other)
+    assert untimed(other.trainer.run_dir) == untimed(c.trainer.run_dir)
+    assert weights(other.trainer.run_dir) == weights(c.trainer.run_dir)
+    saved = [
+        json.loads((run / "checkpoints/3/about/metadata").read_text())["arrays"]
+        for run in (pathlib.Path(c.trainer.run_dir), pathlib.Path(other.trainer.run_dir))
+    ]
+    assert saved[0] == saved[1] and {".policy_opt.scale", ".value_opt.scale"} <= saved[0].keys()
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_a_model_passes_below_the_tolerance_of_check_parity_and_fails_above(
     assert lines[-1].startswith("ok") and said in "\n".join(lines)
     errors = [re.search(r"(\S+)$", line)[1] for line in lines[:-1] if "same" not in line]
     assert errors and all(0 < float(error) < 1e-4 for error in errors)
-    monkeypatch.setattr(check_parity, "TOLERANCE", 1e-12)
+    monkeypatch.setitem(check_parity.TOLERANCE, "float32", 1e-12)
     assert check_parity.main() == 1 and capsys.readouterr().out.splitlines()[-1].startswith("FAILED")
     monkeypatch.setattr(sys, "argv", ["check_parity.py", "/no/such/model"])
     assert check_parity.main() == 2 and len(capsys.readouterr().err.splitlines()) == 1

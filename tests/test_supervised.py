@@ -1,6 +1,7 @@
 """Fine-tuning and reward models resume to the bit: real commands, broken off by signals and by damage."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ import pytest
 from examples import arithmetic
 from jppo import reward_model, settings, sft
 from jppo.errors import UserError
+from jppo.learner import loss_scale
 from jppo.learner.trainable import Trainable
 from jppo.run import pairs, supervised
 from jppo.run.loop import Diverged
@@ -154,6 +156,22 @@ def test_any_error_leaves_a_checkpoint(lab, small, monkeypatch, error):
     broken_off(lab, run, monkeypatch, at=4, error=error, trainer__save_freq=-1)
     assert lab.checkpoints(run) == ["3"]
     assert lab.train(run, trainer__save_freq=-1) == small
+
+
+def test_an_overflow_of_the_loss_scale_ends_nothing_and_a_resume_has_the_scale(lab, monkeypatch, quick_compilation):
+    """From a scale that overflows: steps are lost until it is low enough; a scale that began anew would do so again."""
+    monkeypatch.setattr(loss_scale, "BEGIN", 2.0**20)
+    whole, prefix = lab.train("half", model__compute_dtype="float16"), "sft" if lab.name == "sft" else "rm"
+    scales = [line[f"{prefix}/loss_scale"] for line in whole[0]]
+    overflowed = [line[f"{prefix}/overflowed"] for line in whole[0]]
+    assert scales[0] == 2.0**20 and {*overflowed} == {0.0, 1.0}
+    assert [b / a for a, b in itertools.pairwise(scales)] == [0.5 if x else 1.0 for x in overflowed[:-1]]
+    assert all(line[f"{prefix}/skipped"] == 0 for line in whole[0])
+    broken_off(lab, "half-resumed", monkeypatch, at=STEPS, model__compute_dtype="float16")
+    assert lab.train("half-resumed", model__compute_dtype="float16") == whole
+    rule = "model.compute_dtype='bfloat16' was 'float16' when the checkpoint was written, and in float16 alone"
+    with pytest.raises(UserError, match=rule):
+        lab.train("half", model__compute_dtype="bfloat16", trainer__total_training_steps=STEPS + 1)
 
 
 def test_a_step_that_was_skipped_leaves_the_state_before_it(lab, small, monkeypatch):
