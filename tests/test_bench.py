@@ -80,6 +80,14 @@ def test_settings_can_be_changed_and_are_checked():
             models.make_config("model", "float32", [wrong])
 
 
+def test_the_mismatch_by_hand():
+    """Ratios of 0.79, 0.81, 1.27 and 1.29: two are outside of 0.8 to 1.28."""
+    found = script("mismatch").summarise(np.log([0.79, 0.81, 1.27, 1.29]), (0.8, 1.28))
+    assert (found["tokens"], found["out_of_band"]) == (4, 0.5)
+    np.testing.assert_allclose(found["mean"], (-np.log(0.79) - np.log(0.81) + np.log(1.27) + np.log(1.29)) / 4)
+    np.testing.assert_allclose(found["largest"], np.log(1.29))
+
+
 def test_a_machine_has_no_name_of_its_own():
     machine = script("machine")
     found = {"cpu": "Intel(R) Xeon(R) CPU @ 2.20GHz", "cores": 2, "device": "cpu", "devices": 1}
@@ -90,6 +98,7 @@ def test_a_machine_has_no_name_of_its_own():
 WRONG = {
     "models": ("--models=S,XL", "--models=S --repeats=0", "--models=S --tokens=0", "--models=S --length=1"),
     "memory": ("--models=XL",),
+    "mismatch": ("--model=none --data=none", "--model=none --data=none --engine=int8"),
     "rollout": ("--models=XL", "--repeats=0", "--models=S --sample=q05"),
     "contest": ("--shapes=XL", "--shapes=S --dtypes=int8", "--shapes=S --peers=verl", "--shapes=S --repeats=0",
                 "--shapes=S --envs=none"),

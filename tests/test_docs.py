@@ -203,7 +203,8 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     distributions = set(re.findall(r'distribution\("(critic/.+?)"', CODE))
     written |= {f"{one}/{s}" for one in distributions for s in ("mean", "max", "min", "std")}
     written |= set(re.findall(r'^ +"(.+?)": ', described, re.M))  # plain names, too
-    made = re.findall(r'"(\w+)": ', re.search(r"return params, opt, \{(.*)\}", text("jppo/learner/update.py"))[1])
+    made = re.findall(r'"(\w+)": ', re.search(r"\n        stats = \{(.*)\}", text("jppo/learner/update.py"))[1])
+    made += re.findall(r'"(\w+)": ', re.search(r"stats = \{(.*)\}", text("jppo/learner/loss_scale.py"))[1])
     written |= {f"{model}/{key}" for model in ("actor", "critic", "sft", "rm", "dpo") for key in made}
     of_pairs = re.findall(r'^        "(\w+)": ', text("jppo/learner/preference.py"), re.M)
     of_pairs += [f"val_{name}" for name in re.findall(r'"(\w+)": 0\.0', text("jppo/run/pairs.py"))]

@@ -21,8 +21,8 @@ class Trunk(Section):
     path: str = setting("", "HF directory or hub name of the policy", required=True)
     init: str = setting("pretrained", "Source of the weights of model.path. random: drawn; of the directory only"
         " config.json and the tokenizer are read", choices=("pretrained", "random"))
-    compute_dtype: str = setting("float32", "Dtype of matrix products; sums, log-probs and losses are float32. float16"
-        " scales the loss of updates", choices=(*DTYPES, "float16"))
+    compute_dtype: str = setting("float32", "Dtype of matrix products; sums, log-probs and losses are float32",
+        choices=(*DTYPES, "float16"))
     param_dtype: str = setting("float32", "Dtype of the parameters", choices=DTYPES)
     max_position_embeddings: int = setting(-1, "Longest row that the models may read, in place of config.json's"
         " max_position_embeddings. -1: config.json's", unit="tokens", bounds="[1,", off=-1)
