@@ -253,9 +253,9 @@ def fastest_dtype(device: jax.Device) -> str:
 TERA, GIB = 1e12, 2**30
 MEASURE_S = 0.25
 
-# Peak TFLOP/s of one JAX device by the first words of its kind, longer ones first: dense products of bfloat16, and of
-# float32 at the highest precision, as training uses them. On a GPU these are the plain FP32 units, not TF32. On
-# a TPU a product takes six of bfloat16. None: the vendor gives no figure.
+# Peak TFLOP/s of one JAX device by the first words of its kind, longer ones first: dense products of bfloat16 or
+# float16, and of float32 at the highest precision, as training uses them. On a GPU these are the plain FP32 units, not
+# TF32. On a TPU a product takes six of bfloat16. None: the vendor gives no figure.
 PEAKS: dict[str, tuple[float | None, float | None]] = {
     "NVIDIA B200": (2250.0, 75.0),
     "NVIDIA H200 NVL": (835.5, 60.0),
@@ -296,7 +296,7 @@ def known_peak(kind: str, dtype: str) -> float | None:
     """Returns the vendor's peak FLOP/s for one device; None if the table has none, or for a part of a GPU."""
     for name, (bfloat16, float32) in PEAKS.items():
         if kind == name or (kind.startswith((f"{name} ", f"{name}-")) and " MIG " not in kind):
-            rate = bfloat16 if dtype == "bfloat16" else float32
+            rate = float32 if dtype == "float32" else bfloat16
             return None if rate is None else rate * TERA
     return None
 

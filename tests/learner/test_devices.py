@@ -28,7 +28,7 @@ from jppo.learner import sharding
     ],
 )
 def test_a_device_is_known_by_its_kind_and_the_dtype_counts(kind, bfloat16, float32):
-    for dtype, rate in (("bfloat16", bfloat16), ("float32", float32)):
+    for dtype, rate in (("bfloat16", bfloat16), ("float16", bfloat16), ("float32", float32)):
         assert sharding.known_peak(kind, dtype) == (None if rate is None else pytest.approx(rate))
     names = list(sharding.PEAKS)
     assert not [a for i, a in enumerate(names) if any(b.startswith(a) for b in names[i + 1 :])], "longer names first"
