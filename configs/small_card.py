@@ -4,7 +4,7 @@
     python -m jppo.train --config=configs/small_card.py
 
 The trainer samples by itself, so vLLM is not needed. A T4 or V100 has no bfloat16: add
-`--config.model.compute_dtype=float32 --config.rollout.dtype=float16`.
+`--config.model.compute_dtype=float16 --config.rollout.dtype=float16`.
 
 Hardware: a GPU of 8 GB. Memory by --dry_run --machine=NAME, forecast by the compiler, not measured: 3.5 GiB of the 6.0
 that JAX takes of an RTX-4060, 3.8 of 11.2 of a T4, 4.3 of 15.8 of a v5e-1. Qwen2.5-1.5B-Instruct (`model.path`) takes

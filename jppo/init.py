@@ -167,11 +167,9 @@ def machine_choices(device: jax.Device, cfg: ModelConfig, cards: Sequence[Nvidia
             yield Proposal("rollout.dtype", "bfloat16", "as model.compute_dtype")
         return
     dtype = fastest_dtype(device)
-    if dtype == "bfloat16":
-        yield Proposal("model.compute_dtype", dtype, f"fast on a {device.platform.upper()}")
-    else:
-        yield Proposal("model.compute_dtype", "float32", f"{device.device_kind} has no bfloat16")
-    yield Proposal("rollout.dtype", dtype, f"fast on a {device.device_kind}")
+    reason = f"fast on a {device.device_kind}" + ("" if dtype == "bfloat16" else ", which has no bfloat16")
+    yield Proposal("model.compute_dtype", dtype, reason)
+    yield Proposal("rollout.dtype", dtype, "as model.compute_dtype")
     yield Proposal("model.remat", "auto", "recomputes activations where memory is short")
     yield Proposal("actor.max_tokens_per_device", -1, "what fits in memory")
 

@@ -216,6 +216,7 @@ def test_a_gpu_has_a_share_for_its_server(small_run):
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(values))
     assert [memory.engine_bytes(inputs.policy, dtype) for dtype in ("float32", "bfloat16")] == [4 * count, 2 * count]
     assert servers.server_memory(typed(small_run), inputs.policy, 4 * count, cpu) is None  # it is the host's
+    small_run.rollout.enforce_eager = True
     server = servers.server_memory(typed(small_run), inputs.policy, 4 * count, gpu)
     assert (server.weights, server.fraction, server.cache, server.graphs) == (4 * count, 0.4, 0, 0)
     small_run.rollout.enforce_eager = False

@@ -144,7 +144,7 @@ NEW = NvidiaGpu("NVIDIA A100-SXM4-40GB", "580.65.06", 40 * GIB, (8, 0))
 @pytest.mark.parametrize(
     ("device", "vllm", "card", "engine", "dtypes", "why"),
     [
-        (T4, None, NEW, "inprocess", ("float32", "float16"), "no vLLM here: the trainer samples by itself"),
+        (T4, None, NEW, "inprocess", ("float16", "float16"), "no vLLM here: the trainer samples by itself"),
         (A100, None, NEW, "inprocess", ("bfloat16", "bfloat16"), "no vLLM here: the trainer samples by itself"),
         (A100, "gpu", NEW, "vllm", ("bfloat16", "bfloat16"), "vLLM for the GPU is installed"),
         (A100, "gpu", OLD, "inprocess", ("bfloat16", "bfloat16"), "does not run here (driver 550.54.15; CUDA 13 needs"),
@@ -202,4 +202,4 @@ def test_a_small_gpu_gets_a_config_that_trains_adapters(folder, monkeypatch, cap
     assert (found["rollout.name"], found["rollout.dtype"], found["model.lora_rank"]) == ("inprocess", "float16", 32)
     assert (found["actor.lr"], found["critic.lr"]) == (1e-3, 3e-3)  # ten times 1e-4 and 3e-4
     said = capsys.readouterr().out
-    assert "no vLLM here: the trainer samples by itself" in said and "Tesla T4 has no bfloat16" in said
+    assert "no vLLM here: the trainer samples by itself" in said and "fast on a Tesla T4, which has no bfloat16" in said
