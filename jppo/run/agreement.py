@@ -32,8 +32,8 @@ PROBE_ROUNDS = ((4, 0.5), (64, 1.0))
 # float32 1.3e-4 of any token (docs/rollout.md, families), in bfloat16 0.117 of the quantile (huggingface/trl#6789) and
 # 0.044 of the mean (docs/rollout.md, routing replay). tests/agreements.py has what wrong weights have. Quantised
 # ones had 0.58 and 0.16 (docs/rollout.md, the check). SmolLM2 at temperature 1 had more: 30% of both in float16, and
-# 101% of the mean with an engine in bfloat16 and a trainer in float32 (docs/rollout.md, dtypes).
-TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.4, "quantized": 1.5}
+# 67% of the mean with an engine in bfloat16 and a trainer in float32 (docs/rollout.md, dtypes).
+TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.6, "quantized": 1.5}
 HIGH, MEAN = 0.95, 0.25
 CAP = 10.0  # mean bounds that a token counts for in the mean: one of thousands is far off where experts are nearly tied
 

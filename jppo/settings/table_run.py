@@ -135,7 +135,7 @@ class Rollout(Section):
         " memory", only=_SERVERS)
     logp_tolerance: float = setting(-1.0, "Largest log-prob mismatch between trainer and rollout of 95% of the tokens,"
         " before step 1 and after each publish; of the mean, a quarter of it. -1: 0.001, 0.1"
-        " if rollout.dtype or model.compute_dtype is float16, 0.4 if one is bfloat16, 1.5 with rollout.quantization",
+        " if rollout.dtype or model.compute_dtype is float16, 0.6 if one is bfloat16, 1.5 with rollout.quantization",
         unit="nats", bounds="[0,", off=-1)
     agent: str = setting("", "Agent program that asks the policy through OpenAI's or Anthropic's API, one process per"
         " sample: a command line, or PATH.py:FUNCTION. '': none")
