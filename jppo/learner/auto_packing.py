@@ -74,7 +74,7 @@ def _cost_of_step(c: Loop, inputs: ModelConfigs, mesh: Any, samples: Sequence[Tr
     def cost_of(some: Sequence[Trajectory]) -> float:
         return packing.total_cost(packing.micro_batch_shapes(some, plan), prices)
 
-    count = -(-len(samples) // size)  # of mini-batches, each with every so manieth sample or prompt
+    count = -(-len(samples) // size)  # of mini-batches, each of which takes every `count`-th sample or prompt
     unit = 1 if c.actor.shuffle else c.rollout.n
     units = [samples[i : i + unit] for i in range(0, len(samples), unit)]
     order = [sample for k in range(count) for one in units[k::count] for sample in one]
