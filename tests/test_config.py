@@ -393,7 +393,7 @@ def test_what_is_none_unless_given_may_be_given(config):
                 ("rollout.publish_dir", "/shared", ""),
                 ("rollout.gpu_memory_utilization", 0.5, 0.4),
                 ("rollout.omp_threads", 2, -1),
-                ("rollout.start_timeout_s", 1.0, 300.0),
+                ("rollout.start_timeout_s", 1.0, 900.0),
                 ("rollout.request_timeout_s", 1.0, 600.0),
             )
         ),
