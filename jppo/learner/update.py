@@ -244,7 +244,7 @@ def make_exchange(shardings: Params) -> jax.stages.Wrapped | None:
     def exchange(carry: Carry) -> Carry:
         return jax.lax.psum(carry[0], GROUPS), carry[1]
 
-    on_each = jax.shard_map(exchange, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+    on_each = jax.shard_map(exchange, mesh=mesh, in_specs=(specs,), out_specs=specs)
     return jax.jit(on_each, donate_argnums=0)
 
 
@@ -255,6 +255,7 @@ def without_groups(grads: Params, params: Params, shardings: Params) -> Params:
         if grad.ndim == param.ndim:
             return grad
         spec, mesh = PartitionSpec(GROUPS, *place.spec), place.mesh
+        # That the groups are equal cannot be checked: only another exchange would prove it.
         first: Any = jax.shard_map(lambda x: x[0], mesh=mesh, in_specs=spec, out_specs=place.spec, check_vma=False)
         ungrouped: Array = first(grad)
         return ungrouped

@@ -35,7 +35,7 @@ class _Chunks(NamedTuple):
 
     def empty(self, example: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
         """Makes the array of all chunks' results, of which one is like this."""
-        return jnp.zeros((len(self.group), *example.shape), example.dtype)
+        return jnp.zeros_like(example, shape=(len(self.group), *example.shape))
 
     def joined(self, result: jax.Array) -> jax.Array:
         """Returns the pairs [P, ...] of chunks' results [chunks, blocks, size, ...]."""
@@ -73,7 +73,7 @@ def _cut_blocks(sizes: jax.Array, size: int, count: int) -> tuple[jax.Array, jax
     blocks_of_group = -(-sizes // size)
     end_block = jnp.cumsum(blocks_of_group)
     block = jnp.arange(count)
-    group = jnp.minimum(jnp.searchsorted(end_block, block, side="right", method="compare_all"), len(sizes) - 1)
+    group = jnp.minimum(jnp.sum(end_block[:, None] <= block[None], axis=0, dtype=jnp.int32), len(sizes) - 1)
     end = jnp.cumsum(sizes)[group]
     return end_block[-1], group, end - sizes[group] + size * (block - (end_block - blocks_of_group)[group]), end
 
@@ -139,7 +139,7 @@ def grouped_gradients(
             jax.lax.dynamic_update_index_in_dim(array, new, i, 0) for array, new in zip(sums[1], grad_rows, strict=True)
         )
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), kernels)
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), kernels)
     start = tuple(chunks.empty(x) for x in jax.eval_shape(mapping.rows, rows, chunks.pair[0]))
     total, result = chunks.run(add_chunk, (zeros, start))
     total = jax.tree.map(lambda new, kernel: new.astype(kernel.dtype), total, kernels)

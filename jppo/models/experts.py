@@ -31,6 +31,7 @@ from jppo.models.sequence_parallel import (
     gather_all,
     map_over_mesh,
     sum_grads,
+    vary_like,
 )
 
 
@@ -168,7 +169,8 @@ class _Plan:
         """Computes the outputs [R, T, D] of a device's tokens, with its experts or with a part of their width."""
         spec = self.cfg.experts
         assert spec is not None
-        pair, kernels = (self.cfg, shards.width), join_kernels(kernels)
+        pair, kernels = (self.cfg, shards.width), join_kernels(tuple(vary_like(k, kernels[0]) for k in kernels))
+        x, weight = vary_like(x, kernels[0]), vary_like(weight, kernels[0])  # each part of the width has a gradient
         flat_x, weight, chosen = (array.reshape(-1, array.shape[-1]) for array in (x, weight, chosen))
         if shards.experts is not None and self.mesh is not None:
             exchange = TokenExchange(functools.partial(expert_outputs, pair, 1), shards.experts, self.mesh, spec.count)
@@ -192,7 +194,7 @@ def _mix(plan: _Plan, kernels: tuple[jax.Array, ...], x: jax.Array, weight: jax.
 
 def _forward(plan: _Plan, shards: _Shards, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array) -> Any:
     """Computes the outputs of a device's tokens [R, T, D]."""
-    full_kernels = gather_all(kernels, shards.column_axes, x.dtype)
+    full_kernels = gather_all(kernels, shards.column_axes, x)
     outputs = plan.device_outputs(shards, tuple(full_kernels), x, weight, chosen)
     return outputs if shards.width is None else jax.lax.psum(outputs, shards.width)
 
@@ -201,21 +203,18 @@ def _backward(
     plan: _Plan, shards: _Shards, kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array, cotangent: jax.Array
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array]]:
     """Computes the gradients of the kernels, and of a device's tokens and weights, with activations recomputed."""
-    full_kernels = gather_all(kernels, shards.column_axes, x.dtype)
+    full_kernels = gather_all(kernels, shards.column_axes, x)
     # Gradients of kernels are summed in f32: the products cast wide kernels to x's dtype.
     wide_kernels = tuple(kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in full_kernels)
 
     def run(kernels: tuple[jax.Array, ...], x: jax.Array, weight: jax.Array) -> jax.Array:
         return plan.device_outputs(shards, kernels, x, weight, chosen)
 
-    grad_kernels, grad_x, grad_weight = jax.vjp(run, wide_kernels, x, weight)[1](cotangent)
-    if shards.width is not None:  # each device has a partial sum, from its part of the experts' width
-        grad_x, grad_weight = jax.lax.psum((grad_x, grad_weight), shards.width)
+    outputs, pull = jax.vjp(run, wide_kernels, x, weight)
+    grad_kernels, grad_x, grad_weight = pull(vary_like(cotangent, outputs))
     if plan.mesh is not None:
         gradients_and_axes = zip(grad_kernels, shards.column_axes, strict=True)
         grad_kernels = [sum_grads(gradient, axes, shards.experts) for gradient, axes in gradients_and_axes]
-    if shards.width is not None:  # the bias of down has no part of the width
-        grad_kernels = [*grad_kernels[:5], *(jax.lax.psum(gradient, shards.width) for gradient in grad_kernels[5:])]
     return tuple(new.astype(old.dtype) for new, old in zip(grad_kernels, kernels, strict=True)), (grad_x, grad_weight)
 
 
@@ -246,7 +245,7 @@ def _send_backward(exchange: TokenExchange, args: Any, cotangent: jax.Array) -> 
         return jax.tree.map(jnp.add, totals, (by_kernels, route.sum_by_token(grad_x, len(x)), grad_weight))
 
     sum_dtype = jnp.promote_types(x.dtype, jnp.float32)
-    zeros = jax.tree.map(jnp.zeros_like, kernels), jnp.zeros(x.shape, sum_dtype), jnp.zeros_like(weight_rows)
+    zeros = jax.tree.map(jnp.zeros_like, kernels), jnp.zeros_like(x, sum_dtype), jnp.zeros_like(weight_rows)
     grad_kernels, grad_x, grad_weight = route.run_rounds(run_round, zeros)
     return grad_kernels, grad_x.astype(x.dtype), grad_weight.reshape(weight.shape), None
 
@@ -266,7 +265,7 @@ def run_experts(exchange: TokenExchange, kernels: Any, x: jax.Array, weight: jax
         output = exchange.run(kernels, route.send(x, pair), route.send(weight.reshape(-1, 1), pair), sizes, order)
         return total + route.sum_by_token(route.send_back(output, begin, room), len(x))
 
-    total_output: jax.Array = route.run_rounds(run_round, jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
+    total_output: jax.Array = route.run_rounds(run_round, jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)))
     return total_output.astype(x.dtype)
 
 
@@ -290,7 +289,7 @@ class _Route(NamedTuple):
         counts = jnp.sum(sent, axis=1)
         received = jax.lax.all_to_all(sent, exchange.axis, 0, 0, tiled=True)
         # All devices of the mesh run as many rounds, so that none waits for another group's collective.
-        most = jax.lax.pmax(jnp.max(counts), exchange.mesh.axis_names)
+        most = jax.lax.pmax(jnp.max(counts), tuple(sorted(jax.typeof(counts).manual_axis_type.varying)))
         order = jnp.argsort(chosen.reshape(-1), stable=True).astype(jnp.int32)
         start, device = jnp.cumsum(counts) - counts, chosen.reshape(-1) // sent.shape[1]
         number = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True) - start[device]

@@ -307,7 +307,7 @@ def _shard(kernel: _Kernel, mesh: Mesh | None, split: Split) -> _Kernel:
         heads = None if H % head_shards else split.heads
         rows, spec = PartitionSpec(shard_axes), PartitionSpec(shard_axes, None, heads)
         ins = spec, spec, spec, rows, PartitionSpec(heads)
-        # Kernels do not declare over which axes their results differ, so it cannot be checked.
+        # Splash's kernels do not declare over which axes their results differ, so it cannot be checked.
         return jax.shard_map(kernel, mesh=mesh, in_specs=ins, out_specs=spec, check_vma=False)(q, k, v, segment, sinks)
 
     return sharded

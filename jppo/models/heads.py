@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jppo.models.config import ModelConfig
 from jppo.models.kernels import einsum, product, recomputed_by
-from jppo.models.sequence_parallel import HEADS, column_axes, gather_all, map_over_mesh, sum_grads
+from jppo.models.sequence_parallel import HEADS, column_axes, gather_all, map_over_mesh, sum_grads, vary_like
 from jppo.types import Array
 
 # The logit of padding: its probability is 0, and its share of the entropy too.
@@ -53,7 +53,7 @@ class Vocabulary:
     def total(self, x: jax.Array) -> jax.Array:
         """Sums x over the tokens, also where a mesh axis shards them."""
         local_sum = jnp.sum(x, axis=-1)
-        return local_sum if self.axis is None else _sum_over(self.axis, local_sum)
+        return local_sum if self.axis is None else jax.lax.psum(local_sum, self.axis)
 
     def logsumexp(self, logits: jax.Array) -> jax.Array:
         """Computes log Σ exp(logits)."""
@@ -66,7 +66,7 @@ class Vocabulary:
         """Converts logits to log-probs."""
         if self.axis is None:
             return jax.nn.log_softmax(logits)
-        return logits - _used_over(self.axis, self.logsumexp(logits))[..., None]
+        return logits - vary_like(self.logsumexp(logits), logits)[..., None]
 
     def largest(self, logits: jax.Array, k: int) -> jax.Array:
         """Returns a mask of the k largest logits; of equal ones the first tokens."""
@@ -82,25 +82,6 @@ class Vocabulary:
 
 
 WHOLE_VOCABULARY = Vocabulary()
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_over(axis: str, x: jax.Array) -> jax.Array:
-    """Sums over a mesh axis; the result is the same on all its devices, and so is its cotangent."""
-    out: jax.Array = jax.lax.psum(x, axis)
-    return out
-
-
-_sum_over.defvjp(lambda axis, x: (_sum_over(axis, x), None), lambda axis, _, given: (given,))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _used_over(axis: str, x: jax.Array) -> jax.Array:
-    """Returns x, equal on all devices of a mesh axis; its different cotangents are summed."""
-    return x
-
-
-_used_over.defvjp(lambda axis, x: (x, None), lambda axis, _, given: (jax.lax.psum(given, axis),))
 
 
 def logprob_entropy(
@@ -267,7 +248,7 @@ def _forward(
 ) -> tuple[jax.Array, ...]:
     """Computes the outputs of a device's tokens [R, T]."""
     flat, tokens = ([x.reshape(mask.size, *x.shape[2:]) for x in arrays] for arrays in (hidden, tokens))
-    full_kernels, chunks = gather_all(kernels, column_axes, flat[0].dtype), _Chunks.of(mask, plan.chunk)
+    full_kernels, chunks = gather_all(kernels, column_axes, flat[0]), _Chunks.of(mask, plan.chunk)
 
     def chunk_outputs(index: jax.Array | None) -> tuple[jax.Array, ...]:
         products = [_products(chunks.take(x, index), kernel) for x, kernel in zip(flat, full_kernels, strict=True)]
@@ -277,7 +258,8 @@ def _forward(
         return jax.tree.map(lambda array, new: chunks.put(array, index, new), results, chunk_outputs(index))
 
     shapes = jax.eval_shape(chunk_outputs, None)
-    result = chunks.loop(run_chunk, jax.tree.map(lambda kind: jnp.zeros(mask.size, kind.dtype), shapes))
+    zeros = jax.tree.map(lambda kind: jnp.zeros_like(mask, kind.dtype, shape=mask.size), shapes)
+    result = chunks.loop(run_chunk, zeros)
     outputs: tuple[jax.Array, ...] = jax.tree.map(lambda x: jnp.where(mask, x.reshape(mask.shape), 0), result)
     return outputs
 
@@ -296,7 +278,8 @@ def _backward(
     flat, tokens = ([x.reshape(mask.size, *x.shape[2:]) for x in arrays] for arrays in (hidden, tokens))
     cotangents = jax.tree.map(lambda x: jnp.where(mask, x, 0).reshape(-1), cotangents)
     dtype = flat[0].dtype
-    full_kernels, chunks = gather_all(kernels, column_axes, dtype), _Chunks.of(mask, plan.chunk)
+    full_kernels, chunks = gather_all(kernels, column_axes, flat[0]), _Chunks.of(mask, plan.chunk)
+    flat = [vary_like(x, kernel) for x, kernel in zip(flat, full_kernels, strict=True)]
 
     def run_chunk(index: jax.Array | None, results: Any) -> Any:
         sums, grad_hidden = results
@@ -310,7 +293,7 @@ def _backward(
         sums = [total + new for total, new in zip(sums, by_kernel, strict=True)]
         return sums, [chunks.put(array, index, new) for array, new in zip(grad_hidden, by_state, strict=True)]
 
-    zeros = [jnp.zeros(kernel.shape, jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in full_kernels]
+    zeros = [jnp.zeros_like(kernel, jnp.promote_types(kernel.dtype, jnp.float32)) for kernel in full_kernels]
     sums, grad_hidden = chunks.loop(run_chunk, (zeros, [jnp.zeros_like(x) for x in flat]))
     if vocabulary.axis is not None:  # each device has a partial sum, from its part of the vocabulary
         grad_hidden = [jax.lax.psum(new, vocabulary.axis) for new in grad_hidden]

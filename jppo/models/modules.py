@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jppo.models import lora
 from jppo.models.config import Group, ModelConfig
 from jppo.models.kernels import Quantized, product
-from jppo.models.sequence_parallel import HEADS, POSITIONS, column_axes, row_axes
+from jppo.models.sequence_parallel import HEADS, POSITIONS, column_axes, row_axes, vary_like
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -148,6 +148,7 @@ def make_lookup(mesh: Mesh | None) -> Lookup:
             array_axis = {axis: 1 if axis == POSITIONS else 0 for axis in d_axes}
             for axis, array_dim in array_axis.items():
                 tokens = jax.lax.all_gather(tokens, axis, axis=array_dim, tiled=True)
+            table = vary_like(table, tokens)
             if vocab_axis is None:
                 x = look_up(table, tokens, dtype)
             else:
@@ -160,8 +161,7 @@ def make_lookup(mesh: Mesh | None) -> Lookup:
             return x
 
         specs = PartitionSpec(vocab_axis, d_axes or None), PartitionSpec(row_axes(), POSITIONS)
-        over_mesh = jax.shard_map(look_up_on_device, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
-        out: jax.Array = over_mesh(table, tokens)
+        out: jax.Array = jax.shard_map(look_up_on_device, mesh=mesh, in_specs=specs, out_specs=specs[1])(table, tokens)
         return out
 
     return on_mesh

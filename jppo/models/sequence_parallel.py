@@ -121,7 +121,7 @@ def map_over_mesh(
 
         def call(kernels: Any, *arrays: Any) -> Any:
             ins = specs, *(rows for _ in arrays)
-            return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(kernels, *arrays)
+            return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs)(kernels, *arrays)
 
         return call
 
@@ -147,10 +147,23 @@ def _map_groups(fn: Callable[..., Any], count: int, batched: Any, kernels: Any, 
     return result, jax.tree.map(lambda _: True, result)
 
 
-def gather_all(kernels: Sequence[jax.Array], column_axes: Sequence[tuple[str, ...]], dtype: Any) -> list[jax.Array]:
-    """Gathers all columns of a device's kernels, in this dtype."""
-    pairs = zip((kernel.astype(dtype) for kernel in kernels), column_axes, strict=True)
-    return [jax.lax.all_gather(kernel, axes, axis=1, tiled=True) if axes else kernel for kernel, axes in pairs]
+def vary_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns x as a different array on each device on which `like` is one, so that each has a gradient of its own.
+
+    The gradient of the result's argument is their sum: devices exchange it here, and not in each operation on x.
+    """
+    axes = jax.typeof(like).manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
+    out: jax.Array = jax.lax.pcast(x, tuple(sorted(axes)), to="varying")
+    return out
+
+
+def gather_all(
+    kernels: Sequence[jax.Array], column_axes: Sequence[tuple[str, ...]], like: jax.Array
+) -> list[jax.Array]:
+    """Gathers all columns of a device's kernels, in the dtype of `like`, an array of the device's rows."""
+    pairs = zip((kernel.astype(like.dtype) for kernel in kernels), column_axes, strict=True)
+    full = (jax.lax.all_gather(kernel, axes, axis=1, tiled=True) if axes else kernel for kernel, axes in pairs)
+    return [vary_like(kernel, like) for kernel in full]
 
 
 def sum_grads(total: jax.Array, axes: tuple[str, ...], expert_axis: str | None = None) -> jax.Array:

@@ -323,7 +323,7 @@ def test_no_token_is_dropped_however_many_go_to_one_device(rng, to):
         return out[None]
 
     each = PartitionSpec("expert")
-    spread = jax.shard_map(local, mesh=mesh, in_specs=(each,) * 4, out_specs=each, check_vma=False)
+    spread = jax.shard_map(local, mesh=mesh, in_specs=(each,) * 4, out_specs=each)
 
     def expected(kernel, x, weight):
         own = kernel[chosen]  # [4, N, 2, 5, 6]

@@ -189,7 +189,7 @@ def test_the_largest_logits_of_a_sharded_vocabulary_are_those_of_the_whole(k):
     logits = jnp.asarray(np.random.default_rng(k).integers(0, 4, (6, 8)), jnp.float32)
     spec = jax.sharding.PartitionSpec(None, "tensor")
     find = lambda x: heads.Vocabulary("tensor").largest(x, k)  # noqa: E731
-    found = jax.shard_map(find, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(logits)
+    found = jax.shard_map(find, mesh=mesh, in_specs=spec, out_specs=spec)(logits)
     np.testing.assert_array_equal(found, heads.WHOLE_VOCABULARY.largest(logits, k))
     by_hand = [np.isin(np.arange(8), np.argsort(-row, kind="stable")[:k]) for row in np.asarray(logits)]
     np.testing.assert_array_equal(found, by_hand)
