@@ -33,10 +33,6 @@ from concurrent.futures import Future
 import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests import xla_flags
-
 SMALL = 2_000  # characters of the program of a single operation, which a change of host code may add
 # In the sources, and names of functions and of results.
 PLACES = r"^#loc.*\n| loc\((?:[^()]|\([^()]*\))*\)|@jit_\w+|jax.result_info = \"[^\"]*\""
@@ -395,6 +391,8 @@ def work(inputs: pathlib.Path, out: pathlib.Path, names: list[str]) -> None:
 def measure(checkout: pathlib.Path, inputs: pathlib.Path, out: pathlib.Path, names: list[str]) -> None:
     """Runs the cases that `out` lacks, in processes with as many devices as they ask for."""
     out.mkdir(parents=True, exist_ok=True)
+    from tests import xla_flags
+
     by_devices = collections.defaultdict(list)
     for name in names:
         if not (out / f"{name}.json").exists():
@@ -470,6 +468,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--work"]:
         inputs, out, *names = sys.argv[2:]
         return work(pathlib.Path(inputs), pathlib.Path(out), names)
+    sys.path.insert(0, str(ROOT))  # here alone: the cases run with the checkout that PYTHONPATH names
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="HEAD", help="commit to compare with")
     parser.add_argument("--kept", type=pathlib.Path, default=ROOT / "runs/compare", help="folder of inputs and results")

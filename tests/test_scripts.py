@@ -87,6 +87,13 @@ def test_the_cases_of_a_comparison_are_runs(compare_commits, tmp_path):
             assert config.actor.optimizer == "sgd" or not sgd, name
 
 
+def test_a_case_runs_with_the_checkout_that_it_is_of(compare_commits, tmp_path):
+    (tmp_path / "jppo").mkdir()
+    (tmp_path / "jppo/__init__.py").write_text('raise ImportError("the jppo of the checkout")')
+    compare_commits.measure(tmp_path, tmp_path / "inputs", tmp_path / "out", ["plain"])
+    assert "the jppo of the checkout" in json.loads((tmp_path / "out/plain.json").read_text())["error"]
+
+
 @pytest.mark.parametrize(
     "level, change, good",
     [
