@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -103,6 +104,7 @@ WRONG = {
     "contest": ("--shapes=XL", "--shapes=S --dtypes=int8", "--shapes=S --peers=verl", "--shapes=S --repeats=0",
                 "--shapes=S --envs=none"),
     "quickstart": ("--profiled=0", "--steps=3 --profiled=3", "--run=none"),
+    "gpu": ("--parts=pallas", "--seconds=1"),
     "grpo": ("--steps=1", "--python=none", "--run=none --python=/bin/sh", "--python=/bin/sh --micro_batch=0"),
 }  # fmt: skip
 
@@ -285,3 +287,57 @@ def test_a_product_is_found_in_the_trace_of_one(tmp_path):
         jax.block_until_ready(multiply(a, a))
     (file,) = tmp_path.rglob("*.trace.json.gz")
     assert 0 < quickstart.product_seconds(file) < 5
+
+
+@pytest.fixture
+def gpu():
+    return script("gpu")
+
+
+def test_a_part_of_the_gpus_benchmark_writes_its_lines_at_once(gpu, tmp_path):
+    gpu.run_part("gae", tmp_path / "lines", tiny=True)
+    (line,) = [json.loads(text) for text in (tmp_path / "lines").read_text().splitlines()]
+    assert (line["part"], line["shape"]) == ("gae", "4x32") and line["ms"] > 0 and "failed" not in line
+
+
+def test_a_part_of_the_gpus_benchmark_ends_at_its_limit(gpu, tmp_path):
+    gpu.run_process("gae", tmp_path / "lines", ["--tiny"], 0.1, dict(os.environ))
+    (line,) = [json.loads(text) for text in (tmp_path / "lines").read_text().splitlines()]
+    assert line["left_out"] == "the rest: stopped after 0 s"
+
+
+def test_a_part_without_time_is_left_out_and_failures_are_told(gpu, tmp_path, monkeypatch, capsys):
+    clock, given = iter([0.0, 1.0, 90.0, 91.5]), []
+    monkeypatch.setattr(gpu, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+
+    def run(name, file, options, seconds, env):
+        given.append((name, options, seconds))
+        gpu.append(file, {"part": name, "ms": 1234.5} if name == "ipc" else {"part": name, "failed": "no memory"})
+
+    monkeypatch.setattr(gpu, "run_process", run)
+    (tmp_path / "gpu.jsonl").write_text("of an earlier run")
+    with pytest.raises(SystemExit, match="1 of 3 measurements failed"):
+        gpu.main(["--parts=attention,gae,ipc", "--seconds=106", f"--out={tmp_path}"])
+    # ipc has its limit, attention what is left, gae nothing.
+    assert given == [("ipc", [], gpu.PARTS["ipc"].limit_s), ("attention", [], 16.0)]
+    (file,) = tmp_path.iterdir()
+    result = json.loads(file.read_text())
+    assert [line.get("left_out") for line in result["lines"]] == [None, None, "all: no time was left of 106 s"]
+    assert "| part | ms |\n| --- | --- |\n| ipc | 1,234 |\n\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_part_of_the_gpus_benchmark_runs_on_a_cpu(gpu, tmp_path):
+    command = [sys.executable, gpu.__file__, "--tiny", "--seconds=1100", f"--out={tmp_path}"]
+    env = os.environ | {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    subprocess.run(command, env=env, check=True)
+    (file,) = tmp_path.iterdir()
+    lines = json.loads(file.read_text())["lines"]
+    ended = [line["part"] for line in lines if "process_s" in line]
+    assert ended == list(gpu.PARTS)
+    left_out = {line["part"]: line["left_out"] for line in lines if "left_out" in line}
+    assert set(left_out) == {"ipc", "decode"} and all("GPU" in reason for reason in left_out.values())
+    numbers = [line for line in lines if "gradient_apart" in line]
+    assert len(numbers) == 2 and all(x["gradient_apart"] < 0.01 and x["nan"] == 0 for x in numbers)
+    assert {line["remat"] for line in lines if line.get("stage") == "update"} == {"full", "attention", "dots", "none"}
