@@ -93,7 +93,7 @@ def count_slots(cache: Cache) -> int | None:
     return next((one.k.shape[2] for one in cache if isinstance(one, LayerCache)), None)
 
 
-def of_prompt(k: jax.Array, v: jax.Array | None) -> LayerCache:
+def make_layer_cache(k: jax.Array, v: jax.Array | None) -> LayerCache:
     """Makes the cache of prompts from their keys and values [N, P, K, A]: entry p is position p."""
     return LayerCache(k.swapaxes(1, 2), None if v is None else v.swapaxes(1, 2))
 
@@ -103,7 +103,7 @@ def write_token(cache: LayerCache, k: jax.Array, v: jax.Array | None, slot: jax.
     written: LayerCache = jax.tree.map(
         lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), slot, axis=2),
         cache,
-        of_prompt(k, v),
+        make_layer_cache(k, v),
     )
     return written
 

@@ -25,7 +25,7 @@ from jppo.models.cache import (
     ToCache,
     empty_cache,
     make_to_cache,
-    of_prompt,
+    make_layer_cache,
     write_token,
 )
 from jppo.models.config import AttentionKind, Gemma4, Group, LayerModules, ModelConfig, Stack
@@ -113,7 +113,7 @@ class Attention(Block):
             assert positions.segment is not None
             output = self.attend(q, k, v, positions.segment, positions.kind, sinks)  # [R, T, H, A]
             if modules.keys == "kept" or cache is not None:
-                cache = of_prompt(k, v)
+                cache = make_layer_cache(k, v)
         else:
             assert cache is not None and self.to_cache is not None
             cache = write_token(cache, k, v, positions.slot) if modules.keyed else cache

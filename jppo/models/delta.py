@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jppo.models import lora
 from jppo.models.attention import Attend
-from jppo.models.cache import DeltaCache, LayerCache, ToCache, of_prompt, write_token
+from jppo.models.cache import DeltaCache, LayerCache, ToCache, make_layer_cache, write_token
 from jppo.models.kernels import product
 from jppo.models.modules import ACTIVATIONS, Block, Project
 from jppo.models.rotary import LayerPositions, rotate
@@ -226,7 +226,7 @@ class LatentAttention(Block):
         if positions.slot is None:
             assert positions.segment is not None
             if cache is not None:
-                cache = of_prompt(jnp.concatenate([latent[:, :, None], key], axis=-1), None)
+                cache = make_layer_cache(jnp.concatenate([latent[:, :, None], key], axis=-1), None)
             keys_and_values = self.project("kv_b", "rtc,chu->rthu", C, H, N + W)(latent)
             key = jnp.broadcast_to(key, (*keys_and_values.shape[:3], key.shape[-1]))
             q, k = (jnp.concatenate(parts, axis=-1) for parts in ((q_plain, q_rotary), (keys_and_values[..., :N], key)))

@@ -327,6 +327,6 @@ def samples_message(samples: Sequence[tuple[np.ndarray, np.ndarray, bool]], prom
         {"stop": int(cut), "tokens": tokens.astype("<i4").tobytes(), "logprobs": logprob.astype("<f4").tobytes()}
         for tokens, logprob, cut in samples
     ]
-    of_prompt = b"" if prompt is None else prompt.astype("<f4").tobytes()
-    output = MESSAGES["SampleResponse"](sequences=sequences, prompt_logprobs=of_prompt)
+    make_layer_cache = b"" if prompt is None else prompt.astype("<f4").tobytes()
+    output = MESSAGES["SampleResponse"](sequences=sequences, prompt_logprobs=make_layer_cache)
     return bytes(output.SerializeToString())
