@@ -24,8 +24,8 @@ from jppo.models.cache import (
     State,
     ToCache,
     empty_cache,
-    make_to_cache,
     make_layer_cache,
+    make_to_cache,
     write_token,
 )
 from jppo.models.config import AttentionKind, Gemma4, Group, LayerModules, ModelConfig, Stack
