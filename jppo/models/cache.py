@@ -16,8 +16,6 @@ from jppo.models.attention import UNSEEN, Windows, in_window, sinks_by_head
 from jppo.models.config import LayerModules, ModelConfig
 from jppo.models.rotary import LayerPositions
 
-MOST_SUMS = 8  # query heads of a kv head up to which a CPU multiplies and sums faster than by its matrix products
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +162,8 @@ def make_to_cache(attend: AttendCached, windows: Windows) -> ToCache:
     return to_cache
 
 
-def make_attend_cached(*, scale: float, softcap: float | None, by_sums: bool = False) -> AttendCached:
-    """Makes attention to a cache by XLA. `by_sums` multiplies and sums for scores of few heads, as suits CPUs."""
+def make_attend_cached(*, scale: float, softcap: float | None) -> AttendCached:
+    """Makes attention to a cache by XLA."""
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, sinks: jax.Array | None = None
@@ -173,11 +171,7 @@ def make_attend_cached(*, scale: float, softcap: float | None, by_sums: bool = F
         chex.assert_rank([q, k, v, visible], [3, 4, 4, 2])
         (R, H, A), K = q.shape, k.shape[1]
         grouped = q.reshape(R, K, H // K, A).astype(k.dtype)
-        if by_sums and 1 < H // K <= MOST_SUMS:
-            scores = jnp.sum(grouped[:, :, :, None].astype(jnp.float32) * k[:, :, None].astype(jnp.float32), axis=-1)
-        else:
-            scores = jnp.einsum("rkga,rksa->rkgs", grouped, k, preferred_element_type=jnp.float32)
-        scores = scale * scores
+        scores = scale * jnp.einsum("rkga,rksa->rkgs", grouped, k, preferred_element_type=jnp.float32)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(visible[:, None, None], scores, UNSEEN)

@@ -138,7 +138,7 @@ def choose_attention(s: InprocessSettings) -> tuple[Attend, AttendCached]:
     )
     platform, gpu = sharding.platform(mesh), fused.capability(mesh.devices.flat[0])
     kernel = fused.choose_kernel("auto" if platform == "gpu" else "xla", needs, backend=platform, gpu=gpu)[0]
-    cached = make_attend_cached(scale=settings["scale"], softcap=settings["softcap"], by_sums=platform == "cpu")
+    cached = make_attend_cached(scale=settings["scale"], softcap=settings["softcap"])
     return fused.make_attention(kernel, needs, mesh=mesh, split=WHOLE), cached
 
 
