@@ -346,7 +346,7 @@ def test_a_policy_with_adapters_samples_as_it_is_scored(name, targets):
     found = sampler.generate(ask(5), SAMPLING, version=0)
     mine = np.concatenate([t.logprob[t.sampled] for t in found])
     rtol = 1e-7 if name == NAME else 2e-5  # with a cache, queries are multiplied with the merged kernel
-    np.testing.assert_allclose(mine, scored(cfg, mesh, adapted, found, 0.8), rtol=rtol, atol=2e-5)
+    np.testing.assert_allclose(mine, scored(cfg, mesh, adapted, found, 0.8), rtol=rtol, atol=1e-5)
     assert np.abs(mine - scored(cfg, mesh, values, found, 0.8)).max() > 0.1
 
 
