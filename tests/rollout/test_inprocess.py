@@ -339,7 +339,7 @@ def test_a_policy_with_adapters_samples_as_it_is_scored(name, targets):
     cfg, mesh, values = model_of(name)
     how = lora.Lora(rank=2, alpha=8.0, targets=targets)
     entries, rng = lora.adapter_table(cfg, how, head="lm"), np.random.default_rng(2)
-    learned = params.tree(entries, lambda entry: jnp.asarray(rng.normal(0, 0.3, entry.shape), jnp.float32))
+    learned = params.tree(entries, lambda entry: jnp.asarray(rng.normal(0, 0.2, entry.shape), jnp.float32))
     adapted = lora.join(learned, lora.Base(values, how.scale))
     sampler = engine_of(cfg, mesh, rows=4)
     sampler.hold(adapted, version=0)
