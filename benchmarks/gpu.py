@@ -1,4 +1,4 @@
-"""One GPU in ten minutes: kernels, updates, decoding, memory; each part in a process and a time limit of its own.
+"""One GPU in ten minutes: kernels, updates, decoding, memory; one process with a time limit per part.
 
     python benchmarks/gpu.py                                        # on a GPU of 141 GB
     python benchmarks/gpu.py --parts decode,decode_while --seconds 150
@@ -77,7 +77,7 @@ def run_part(name: str, file: pathlib.Path, tiny: bool) -> None:
 
 
 def run_process(name: str, file: pathlib.Path, options: list[str], seconds: float, env: dict[str, str]) -> None:
-    """Runs a part in a process of its own, for so many seconds at most, and adds a line on its end."""
+    """Runs a part in a new process with a time limit in seconds, and appends a line on its exit."""
     part, begun = PARTS[name], time.monotonic()
     flags = f"{os.environ.get('XLA_FLAGS', '')} {part.xla_flags}".strip()
     command = [sys.executable, __file__, "--part", name, "--lines", str(file), *options]
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "gpu.jsonl"
     file.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory() as cache:  # parts share programs, as those of random weights
+    with tempfile.TemporaryDirectory() as cache:  # compilation cache that all parts share
         env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
         for name in PARTS:
             if name not in names:

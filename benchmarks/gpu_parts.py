@@ -173,7 +173,7 @@ def make_attend(kernel: str, head_dim: int) -> Callable[..., jax.Array]:
 
 @functools.cache
 def attention_functions(kernel: str, head_dim: int) -> tuple[Any, Any]:
-    """Makes the kernel, and the gradient of the squares of what it returns for tokens."""
+    """Makes the kernel, and the gradient of the sum of its squared outputs at tokens."""
     attend = make_attend(kernel, head_dim)
 
     def squares(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:

@@ -46,7 +46,7 @@ TEMPLATE = "prompts are text, to which the chat template is not applied"
 SERVED_HEAD = 32  # least head size that vLLM serves on a CPU
 TRAINED_BYTES = 16  # of each trained parameter: itself, its gradient and two moments, in float32
 RANK = 32  # of adapters
-# The learning rate of adapters, as a multiple of that of all weights (Schulman et al. 2025, LoRA Without Regret).
+# Learning rate of adapters divided by the one of full fine-tuning (Schulman et al. 2025, LoRA Without Regret).
 ADAPTER_RATE = 10
 # Up to so many parameters: learning rates of policy and critic, which were measured on models of this size.
 RATES = ((2e7, 1e-4, 3e-4), (3e8, 1e-5, 3e-5), (float("inf"), 1e-6, 1e-5))

@@ -318,7 +318,7 @@ def test_a_part_without_time_is_left_out_and_failures_are_told(gpu, tmp_path, mo
     (tmp_path / "gpu.jsonl").write_text("of an earlier run")
     with pytest.raises(SystemExit, match="1 of 3 measurements failed"):
         gpu.main(["--parts=attention,gae,ipc", "--seconds=106", f"--out={tmp_path}"])
-    # ipc has its limit, attention what is left, gae nothing.
+    # The part ipc gets its limit, attention the remaining seconds, gae none.
     assert given == [("ipc", [], gpu.PARTS["ipc"].limit_s), ("attention", [], 16.0)]
     (file,) = tmp_path.iterdir()
     result = json.loads(file.read_text())

@@ -30,7 +30,7 @@ Model = tuple[Any, ModelConfig]  # the flax module, and its config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfigs:
-    """The models of a PPO run, its length and that of its prompts."""
+    """The models of a PPO run, its number of steps and the lengths of its prompts."""
 
     policy: ModelConfig
     critic: ModelConfig | None = None  # None: the estimator needs none

@@ -148,9 +148,9 @@ def _map_groups(fn: Callable[..., Any], count: int, batched: Any, kernels: Any, 
 
 
 def vary_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns x as a different array on each device on which `like` is one, so that each has a gradient of its own.
+    """Marks x as varying over the mesh axes over which `like` varies, so that each device has its own gradient of it.
 
-    The gradient of the result's argument is their sum: devices exchange it here, and not in each operation on x.
+    The gradient of x is their sum: devices exchange it here, and not in each operation on x.
     """
     axes = jax.typeof(like).manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
     out: jax.Array = jax.lax.pcast(x, tuple(sorted(axes)), to="varying")

@@ -1,4 +1,4 @@
-"""The loss scale is torch.amp.GradScaler's; gradients of float16 with it are those of float32."""
+"""The loss scale against torch.amp.GradScaler; scaled float16 gradients against float32 gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +122,7 @@ def test_scaled_gradients_of_float16_are_those_of_float32(gradients):
 
 
 def test_small_gradients_need_the_scale(gradients):
-    """Those of a loss of 1e-6 are below float16's smallest number."""
+    """Gradients of a loss of 1e-6, which underflow in float16."""
     exact = gradients("float32", None, size=1e-6)
     assert distance(gradients("float16", 1.0, size=1e-6), exact) > 0.3
     assert distance(gradients("float16", loss_scale.BEGIN, size=1e-6), exact) < 2e-2
