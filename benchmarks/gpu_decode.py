@@ -49,7 +49,7 @@ def cases(name: str, rows: int, length: int) -> list[Case]:
     return [(name, rows, length, kind) for kind in CACHED]
 
 
-def attend_cached_by_cudnn(*, scale: float, softcap: float | None, by_sums: bool = False) -> cache.AttendCached:
+def attend_cached_by_cudnn(*, scale: float, softcap: float | None) -> cache.AttendCached:
     """Makes attention to a cache by cuDNN, whose mask is a bias."""
     require_gpu("cuDNN")
     from jax._src.cudnn import fused_attention_stablehlo as cudnn

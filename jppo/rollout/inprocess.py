@@ -126,7 +126,7 @@ def _cache_shardings(s: InprocessSettings, cache: Any) -> Any:
 
 
 def choose_attention(s: InprocessSettings) -> tuple[Attend, AttendCached]:
-    """Chooses the attention of prompts and of new tokens to the cache: cuDNN's where it can, else XLA's."""
+    """Chooses the attention of prompts, by cuDNN where it can, and of new tokens to the cache, by XLA."""
     mesh, settings = s.mesh, attention_settings(s.cfg)
     needs = fused.Needs(
         **settings,
