@@ -258,7 +258,7 @@ def _forward(
         return jax.tree.map(lambda array, new: chunks.put(array, index, new), results, chunk_outputs(index))
 
     shapes = jax.eval_shape(chunk_outputs, None)
-    zeros = jax.tree.map(lambda kind: jnp.zeros_like(mask, kind.dtype, shape=mask.size), shapes)
+    zeros = jax.tree.map(lambda kind: vary_like(jnp.zeros(mask.size, kind.dtype), mask), shapes)
     result = chunks.loop(run_chunk, zeros)
     outputs: tuple[jax.Array, ...] = jax.tree.map(lambda x: jnp.where(mask, x.reshape(mask.shape), 0), result)
     return outputs
