@@ -40,7 +40,7 @@ pip() {
 has_tpu() {
     for device in "${PCI_DEVICES:-/sys/bus/pci/devices}"/*; do
         [ "$(cat "$device/vendor" 2>/dev/null)" = 0x1ae0 ] || continue
-        case $(cat "$device/device") in 0x0027|0x0056|0x005e|0x0062|0x0063|0x006f|0x0076) return 0 ;; esac
+        case $(cat "$device/device") in 0x0027|0x0056|0x005e|0x0062|0x0063|0x006f|0x0076|0x007c|0x0083) return 0 ;; esac
     done
     return 1
 }

@@ -29,8 +29,8 @@ EXTRAS = {12: "cuda12", 13: "cuda"}  # jppo's, with JAX for this CUDA
 # GPUs of the architectures sm_100 and sm_103, for which JAX's CUDA plugin warns of cuBLAS 12.8 to 13.1: kernels free
 # tensor memory several times.
 BLACKWELL = ("B200", "B300")
-# PCI devices of Google's that are TPUs, as in JAX's hardware_utils.py and scripts/setup.sh.
-TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+# PCI devices of Google's that are TPUs, as in the hardware_utils.py of JAX 0.12 and scripts/setup.sh.
+TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x007c", "0x0083")
 DEVICES_TIMEOUT_S = 120
 SMALL = 16 * GIB  # of GPUs for which there is a recipe
 

@@ -142,7 +142,8 @@ def test_tpus_are_pci_devices(tmp_path, vendor, device, found):
 def test_the_pci_devices_are_jaxs():
     from jax._src import hardware_utils
 
-    assert set(accelerators.TPUS) == set(hardware_utils._TPU_PCI_DEVICE_IDS)
+    assert set(accelerators.TPUS) - set(hardware_utils._TPU_PCI_DEVICE_IDS) <= {"0x007c", "0x0083"}  # of JAX 0.12 on
+    assert set(hardware_utils._TPU_PCI_DEVICE_IDS) <= set(accelerators.TPUS)
     setup = (pathlib.Path(__file__).resolve().parents[2] / "scripts/setup.sh").read_text()
     assert "|".join(accelerators.TPUS) in setup
 

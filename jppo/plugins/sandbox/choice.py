@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from jppo.plugins.sandbox import confine, handle, kernel, launcher, peer, plain, program, reader
+from jppo.plugins.sandbox import confine, handle, kernel, launcher, marks, peer, plain, program, reader
 from jppo.plugins.sandbox.launcher import TOO_LONG, Guards, NoSandbox, Ran
 
 STRICT, BASIC, CONTAINER = "strict", "basic", "container"
@@ -135,7 +135,7 @@ def lacks(guards: Guards) -> str:
 _RETRIES = 4
 FIRST_WAIT_S, MARGIN_S = 0.5, 10.0  # before the first retry; time of a request on top of the program's
 _RETRY_STATUS = (408, 429, 500, 502, 503, 504)
-_SIDES = (kernel, plain, handle, peer, reader, program)  # each imports only those before it
+_SIDES = (kernel, plain, handle, peer, reader, marks, program)  # each imports only those before it
 # Makes modules of their texts, in the process of the tests and in the program's.
 _MODULES = """
 import json, sys, types

@@ -144,8 +144,8 @@ def test_a_program_has_its_standard_streams_alone():
 
 def test_a_program_starts_without_what_only_tests_need():
     """Their imports would delay every program."""
-    own = (f"jppo.plugins.sandbox.{name}" for name in ("child", "peer", "reader"))
-    names = ["json", "re", "signal", "typing", *own]
+    own = (f"jppo.plugins.sandbox.{name}" for name in ("child", "marks", "peer", "reader"))
+    names = ["ast", "json", "re", "signal", "typing", *own]
     program = f"import sys\nprint([name for name in {names} if name in sys.modules])"
     ran = launcher.run_program(program, guards=choice.probe(), time_s=20, memory_bytes=2**30)
     assert (ran.status, ran.printed) == (0, "['jppo.plugins.sandbox.child']\n")
