@@ -2,29 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import scipy.stats
 
+from jppo.plugins.prove.verdict import Interval, interval
 
-class Interval(NamedTuple):
-    """A mean with the half width of its 95% interval."""
-
-    mean: float
-    half: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f}" + ("" if math.isnan(self.half) else f" ± {self.half:.3f}")
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """The mean over seeds with Student's interval; NaN with fewer than two."""
-    x = np.asarray(values, np.float64)
-    if len(x) < 2:
-        return Interval(float(x.mean()) if len(x) else math.nan, math.nan)
-    half = scipy.stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x))
-    return Interval(float(x.mean()), float(half))
+__all__ = ["Interval", "difference", "interval"]
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> Interval:

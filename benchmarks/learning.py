@@ -3,7 +3,7 @@
     python benchmarks/learning.py --stories_model=MODEL                      # all tasks, 5 seeds
     python benchmarks/learning.py --tasks=chain,bisection --seeds=10
 
-learning_tasks.py describes the tasks. Each run samples 64 responses a step in process, from the same starting model.
+configs/learning.py describes the tasks. Each run samples 64 responses a step in process, from the same starting model.
 Every finished run is a line of OUT/<date>-<machine>-learning.jsonl; the same command later adds the missing runs.
 --tables prints the tables of that file without running anything, --plot also draws the curves of one task.
 
@@ -24,19 +24,28 @@ from typing import Any
 
 import jax
 import numpy as np
-from curve import write_curve
 from intervals import difference, interval
-from learning_tasks import ALGORITHMS, COMMON, TASKS
 from machine import ROOT, begin, lines_of, machine, names_of, newest, title
 from ml_collections import ConfigDict
 
 from jppo import settings, train
+from jppo.configs import learning
+from jppo.configs.learning import TASKS
 from jppo.errors import UserError
+from jppo.plugins.prove.tasks import is_ready, prepare
+from jppo.plugins.report.curve import write_curve
 from jppo.runlog.logger import read_metrics
 
 SCORE, EXPLAINED = "critic/score/mean", "critic/vf_explained_var"
 LOGGED = (SCORE, EXPLAINED, "reward/rule_score/mean", "actor/reward_kl_penalty_seq", "actor/entropy")
 STEP = 10  # at which the explained variance is compared
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "PPO": {"algorithm.adv_estimator": "gae", **learning.CRITIC},
+    "GRPO": {"algorithm.adv_estimator": "grpo", **learning.GROUPS},
+    "RLOO": {"algorithm.adv_estimator": "rloo", **learning.GROUPS},
+    "REINFORCE++": {"algorithm.adv_estimator": "reinforce_plus_plus"},
+}
 
 Row = dict[str, Any]  # a finished run
 
@@ -50,13 +59,13 @@ def mean_score(tokens: Sequence[float], scores: Sequence[float], begin: float, e
 
 def settings_of(task: str, algorithm: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """All settings of a run that differ from the defaults, but for paths and the seed."""
-    return {**COMMON, **TASKS[task].settings, **ALGORITHMS[algorithm], **changes}
+    return {**learning.COMMON, **TASKS[task], **ALGORITHMS[algorithm], **changes}
 
 
 def make_config(task: str, algorithm: str, seed: int, work: pathlib.Path, changes: Mapping[str, Any]) -> ConfigDict:
     """The config of a run, in the folder `work`."""
-    paths = {**TASKS[task].paths, **(TASKS[task].critic if algorithm == "PPO" else {})}
-    c = settings.default()
+    paths = learning.CRITIC_FILES.get(task, {}) if algorithm == "PPO" else {}
+    c = learning.get_config(str(work / task))
     c.update_from_flattened_dict(settings_of(task, algorithm, changes))
     c.update_from_flattened_dict({name: str(work / task / path) for name, path in paths.items()})
     c.trainer.run_dir, c.trainer.seed = str(work / task / "run"), seed
@@ -104,11 +113,8 @@ def run_missing(args: argparse.Namespace, path: pathlib.Path) -> None:
     done = {identity(row) for row in lines_of(path)}
     for task in args.tasks:
         folder = args.work / task
-        if not (folder / "ready").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            TASKS[task].prepare(folder, args.stories_model)
-            (folder / "ready").touch()
+        if not is_ready(task, folder, args.stories_model):
+            prepare(task, folder, args.stories_model)
         for seed in range(args.first_seed, args.first_seed + args.seeds):
             for algorithm in args.algorithms:
                 row = {"task": task, "algorithm": algorithm, "seed": seed}

@@ -16,6 +16,7 @@ COMMANDS = {
     "jppo.export": "exports a trained model as a Hugging Face directory",
     "jppo.chat": "chats with a model in the terminal",
     "jppo.sweep": "runs several trainings",
+    "jppo.prove": "compares an algorithm with PPO and GRPO on small tasks",
     "jppo.plan": "finds the fastest settings for a described machine",
     "jppo.serve": "runs a vLLM server for a training elsewhere",
     "jppo.tinker": "serves the Tinker API, for clients with a loop of their own",

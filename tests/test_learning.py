@@ -8,6 +8,8 @@ import types
 import pytest
 import scipy.stats
 
+from examples import bisection, chain
+from jppo.plugins.prove import tasks
 from tests import make
 
 
@@ -67,21 +69,18 @@ def test_tables_compare_at_the_smallest_budget_and_leave_out_incomplete_tasks(le
 
 
 def test_rewards_of_a_chain():
-    rewards = script("learning_rewards")
-    got = rewards.chain("chain", "55,63,61,69,99,7,107", "47+8")
+    got = chain.chain("chain", "55,63,61,69,99,7,107", "47+8")
     # 47+8=55 and 55+8=63 are right, 61 is not, 61+8=69 is right, 99 is not, (99+8) % 100 is written 07.
     assert got["steps"] == pytest.approx([0.05, 0.05, 0.0, 0.05, 0.0, 0.0, 0.0])
     assert got["score"] == pytest.approx(0.15) and got["delimiter"] == ","
-    endless = rewards.chain("chain", ",".join(f"{(1 + i) % 100:02d}" for i in range(1, 31)), "1+1")
+    endless = chain.chain("chain", ",".join(f"{(1 + i) % 100:02d}" for i in range(1, 31)), "1+1")
     assert endless["score"] == pytest.approx(1.0) and endless["steps"][20:] == [0.0] * 10
-    assert rewards.chain("chain", "", "47+8") == {"score": 0, "steps": [], "delimiter": ","}
+    assert chain.chain("chain", "", "47+8") == {"score": 0, "steps": [], "delimiter": ","}
 
 
 def test_rewards_of_a_bisection():
-    rewards = script("learning_rewards")
-
     async def play(number, guesses):
-        world = rewards.Bisection()
+        world = bisection.Bisection()
         assert await world.reset(types.SimpleNamespace(ground_truth=str(number))) == ""
         return [await world.step(guess) for guess in guesses]
 
@@ -96,11 +95,9 @@ def test_rewards_of_a_bisection():
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["quickstart", "rlhf", "chain", "bisection"])
 def test_a_tiny_run_of_a_task_and_its_resume(learning, task, shared, tmp_path, monkeypatch, capsys):
-    import learning_tasks
-
-    monkeypatch.setattr(learning_tasks, "IMITATION_STEPS", 2)
-    monkeypatch.setattr(learning_tasks, "PAIR_STEPS", 2)
-    monkeypatch.setattr(learning_tasks, "SAMPLES", 2)
+    monkeypatch.setattr(tasks, "IMITATION_STEPS", 2)
+    monkeypatch.setattr(tasks, "PAIR_STEPS", 2)
+    monkeypatch.setattr(tasks, "SAMPLES", 2)
     given = [f"--tasks={task}", "--steps=3", f"--work={tmp_path / 'work'}", f"--out={tmp_path / 'out'}"]
     given += [f"--stories_model={shared / 'models/tinystories-656k'}", "--algorithms=PPO,GRPO"]
     learning.main([*given, "--seeds=1"])

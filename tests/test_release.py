@@ -34,6 +34,7 @@ WORKERS = {
     "jppo.plugins.reward_models.torch_worker",
     "jppo.preflight.parity_worker",
     "jppo.plugins.forecast.compilers",
+    "jppo.plugins.prove.tasks",
 }
 PYTHON = (sys.executable, "-m")
 
