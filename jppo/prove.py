@@ -5,7 +5,7 @@ and writes prove.md with the curves, to attach to a pull request. The algorithm 
 an estimator such as rloo; --config.SECTION.NAME=VALUE changes a setting of it. The same command resumes; the runs of
 PPO and GRPO are kept for the next algorithm.
 
-Exit code 0 if it passes, 1 if it fails.
+Exit code 0 if it passes, 1 if it fails or the verdict is undecided.
 """
 
 import os
@@ -58,15 +58,15 @@ def main(argv: list[str] | None = None) -> None:
         try:
             contest.run_all(runs[0], args.jobs)
         except contest.Crashed as crash:
-            found = verdict.Verdict(False, f"crashed: {crash}")
+            found = verdict.Verdict("fails", f"crashed: {crash}")
         else:
             contest.run_all(runs[1] + runs[2], args.jobs)
             curves = {t: {c.label: c.read_curves(t, args.seeds) for c in (*references, tried)} for t in tasks}
             scores = {task: verdict.summarise(task, by_name) for task, by_name in curves.items()}
             found = verdict.judge(scores)
         page = write_page(tried.folder, found, about, curves, scores)
-    print_line(f"{tried.label} {'passes' if found.passes else 'fails'}: {found.words}\n{page}")
-    if not found.passes:
+    print_line(f"{tried.label} {found.result}: {found.words}\n{page}")
+    if found.result != "passes":
         sys.exit(1)
 
 

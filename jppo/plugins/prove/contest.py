@@ -73,11 +73,9 @@ def enter(
     """
     for change in changes:
         if not change.removeprefix("--config.").startswith(OWN) or "=" not in change:
-            problem = (
-                f"{change} is not a change of an algorithm, --config.SECTION.NAME=VALUE of algorithm, actor or critic"
-            )
-            raise UserError(f"{problem}, or of rollout.n; all else is equal for all algorithms")
-    _, colon, name = algorithm.rpartition(":")
+            allowed = "algorithm, actor and critic, and rollout.n, as --config.SECTION.NAME=VALUE"
+            raise UserError(f"{change}: an algorithm may change settings of {allowed}; all else is equal for all")
+    file, colon, name = algorithm.rpartition(":")
     own: dict[str, object] = {"algorithm.extension" if colon else "algorithm.adv_estimator": algorithm}
     own |= dict(change.removeprefix("--config.").split("=", 1) for change in changes)
     words = [f"--config.{k}={v}" for k, v in ({"rollout.n": 8} | own).items()]
@@ -89,8 +87,8 @@ def enter(
     overrides = (learning.CRITIC if made.critic else {}) | own | {"rollout.n": n, "data.train_batch_size": SAMPLES // n}
     overrides |= {"trainer.total_training_steps": steps} if steps else {}
     key = zlib.crc32("".join([json.dumps(overrides), *read_files(overrides)]).encode())
-    folder = base / f"{label or name}-{key:08x}"
-    return Contestant(label or " ".join([algorithm, *changes]), overrides, made.critic, folder)
+    words = [f"{pathlib.Path(file).name}{colon}{name}", *(change.removeprefix("--config.") for change in changes)]
+    return Contestant(label or " ".join(words), overrides, made.critic, base / f"{label or name}-{key:08x}")
 
 
 def read_files(overrides: Mapping[str, object]) -> list[str]:

@@ -5,15 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jppo.plugins.prove.verdict import MARGIN, TaskScores, Verdict, compare, interval, learns, mean_differences
+from jppo.plugins.prove.verdict import RULE, TaskScores, Verdict, compare, interval, learning, mean_differences
 from jppo.plugins.report.curve import write_curve
 from jppo.runlog import durable_files
-
-RULE = f"""Scores are means over the samples of a step; a final score is that of the last fifth of the steps. Intervals
-are 95%, by Student's t over seeds; differences are paired by seed. A unit is the gain of the task's better reference
-over the first step. An interval within ±{MARGIN} units is a tie, another one better or worse if it excludes 0. An
-algorithm learns a task if the interval of its gain is above {MARGIN} units. It passes if it learns every task and is
-not worse than both references."""
 
 
 def write_page(
@@ -24,7 +18,7 @@ def write_page(
     scores: Mapping[str, TaskScores],
 ) -> pathlib.Path:
     """Writes FOLDER/prove.md, with the curves [S, T] and the scores of each task: of none if a run has crashed."""
-    lines = [f"# {about[0]}: {'passes' if verdict.passes else 'fails'}", "", f"**{verdict.words}**", ""]
+    lines = [f"# {about[0]}: {verdict.result}", "", f"**{verdict.words}**", ""]
     lines += [*list_scores(scores), "", RULE, ""] if scores else []
     for task, by_name in curves.items():
         means = {name: list(enumerate(curve.mean(axis=0).tolist(), 1)) for name, curve in by_name.items()}
@@ -39,7 +33,7 @@ def list_scores(scores: Mapping[str, TaskScores]) -> list[str]:
     heads = ["task", "start", *names, "gain, units", *(f"minus {name}, units" for name in names[:-1])]
     rows = [heads, ["---", *["---:"] * (len(heads) - 1)]]
     for task, found in scores.items():
-        gain = f"{interval(found.gain)} {'learns' if learns(found.gain) else 'does not learn'}"
+        gain = f"{interval(found.gain)} {learning(found.gain)}"
         of_seeds = [str(interval(values)) for values in (found.start, *found.finals.values())]
         rows.append([task, *of_seeds, gain, *map(describe, found.differences.values())])
     gains = interval(np.mean([found.gain for found in scores.values()], axis=0))

@@ -1,9 +1,4 @@
-"""The verdict on an algorithm: paired differences over seeds with Student's 95% intervals, by a rule fixed beforehand.
-
-A task's unit is the gain of its better reference: the final score, less the score of the first step's samples. A
-difference is a tie if its interval is within MARGIN units of 0, otherwise better or worse if its interval excludes 0,
-otherwise undecided. An algorithm learns a task if the interval of its gain is above MARGIN units.
-"""
+"""The verdict on an algorithm: paired differences over seeds with Student's intervals, by the rule `RULE`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,6 +12,11 @@ from jppo.statistics import mean_se
 
 MARGIN = 0.15  # units
 LAST = 5  # the final score is the mean over the last 1 / LAST of the steps
+RULE = f"""Scores are means over the samples of a step; a final score is that of the last fifth of the steps. Intervals
+are 95%, by Student's t over seeds; differences are paired by seed. A unit is the gain of the task's better reference
+over the first step. An interval within ±{MARGIN} units is a tie, another one better or worse if it excludes 0. An
+algorithm learns a task if the interval of its gain is above {MARGIN} units, and does not if its mean is not. It passes
+if it learns every task and is not worse than both references."""
 PHRASES = {"tie": "ties with", "better": "better than", "worse": "worse than", "undecided": "undecided against"}
 
 
@@ -44,10 +44,10 @@ def compare(differences: np.ndarray) -> str:
     return "better" if mean - half > 0 else "worse" if mean + half < 0 else "undecided"
 
 
-def learns(gain: np.ndarray) -> bool:
-    """Whether a gain in units, one of each seed, shows that an algorithm learns."""
+def learning(gain: np.ndarray) -> str:
+    """Returns the words for gains in units, one of each seed."""
     mean, half = interval(gain)
-    return mean - half > MARGIN
+    return "learns" if mean - half > MARGIN else "undecided" if mean > MARGIN else "does not learn"
 
 
 class TaskScores(NamedTuple):
@@ -76,17 +76,19 @@ def summarise(task: str, curves: Mapping[str, np.ndarray]) -> TaskScores:
 class Verdict(NamedTuple):
     """The verdict over all tasks."""
 
-    passes: bool
+    result: str  # passes, fails or undecided
     words: str
 
 
 def judge(scores: Mapping[str, TaskScores]) -> Verdict:
     """Returns the verdict: it passes if it learns every task, and is not worse than each of the references."""
-    if unlearned := [task for task, found in scores.items() if not learns(found.gain)]:
-        return Verdict(False, f"does not learn {', '.join(unlearned)}")
+    learned = {task: learning(found.gain) for task, found in scores.items()}
+    for word, result in (("does not learn", "fails"), ("undecided", "undecided")):
+        if tasks := [task for task in learned if learned[task] == word]:
+            return Verdict(result, f"{word} {', '.join(tasks)}" + "; use more --seeds" * (result == "undecided"))
     words = {name: compare(values) for name, values in mean_differences(scores).items()}
-    passes = any(word != "worse" for word in words.values())
-    return Verdict(passes, ", ".join(f"{PHRASES[word]} {name}" for name, word in words.items()))
+    result = "fails" if set(words.values()) == {"worse"} else "passes"
+    return Verdict(result, ", ".join(f"{PHRASES[word]} {name}" for name, word in words.items()))
 
 
 def mean_differences(scores: Mapping[str, TaskScores]) -> dict[str, np.ndarray]:
