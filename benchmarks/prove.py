@@ -3,14 +3,13 @@
     python benchmarks/prove.py
     python benchmarks/prove.py --tasks=chain,bisection --seeds=3
 
-Further arguments are those of `jppo.prove`, such as --stories_model=MODEL. The same command resumes.
+Run it in the checkout's folder. The options are those of `jppo.prove`. The same command resumes.
 """
 
-import pathlib
+import argparse
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 KNOWN = {
     "PPO": ["gae"],
     "GRPO": ["grpo"],
@@ -26,10 +25,14 @@ BROKEN = {name: [f"benchmarks/known_bad.py:{name}"] for name in ("sign_flipped",
 
 def main() -> None:
     """Proves one after the other and prints the table; exit code 1 unless known ones pass and broken ones fail."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("tasks", "seeds", "steps", "jobs", "out", "stories_model"):
+        parser.add_argument(f"--{name}", help="as of jppo.prove")
+    options = [f"--{name}={value}" for name, value in vars(parser.parse_args()).items() if value is not None]
     rows, surprises = [], 0
     for name, words in (KNOWN | BROKEN).items():
-        command = [sys.executable, "-m", "jppo.prove", *words, *sys.argv[1:]]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        command = [sys.executable, "-m", "jppo.prove", *words, *options]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode not in (0, 1):
             sys.exit(done.returncode)
         *_, said, page = done.stdout.splitlines()

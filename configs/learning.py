@@ -62,14 +62,6 @@ TASKS: dict[str, dict[str, Any]] = {
         "actor.lr": 5e-4,
     },
 }
-# Files in the task's folder, and the rewards of examples/.
-FILES = {"data.train_files": "data/train.jsonl", "data.val_files": "data/test.jsonl", "model.path": "sft/hf"}
-OWN_FILES = {"rlhf": {"reward.model.path": "rm/hf"}}
-REWARDS = {
-    "chain": {"reward.function": "examples/chain.py:chain"},
-    "bisection": {f"{_TURNS}.environment": "examples/bisection.py:Bisection"},
-}
-
 # The settings of algorithms: with a critic, and with groups of as many responses.
 CRITIC = {
     "algorithm.lam": 0.95,
@@ -93,7 +85,12 @@ def get_config(arg: str = "runs/prove/tasks/quickstart") -> ml_collections.Confi
     root = __file__.rpartition("configs/")[0]
     config = settings.default()
     config.update_from_flattened_dict(COMMON | TASKS[task])
-    files = FILES | OWN_FILES.get(task, {})
-    config.update_from_flattened_dict({name: f"{arg}/{path}" for name, path in files.items()})
-    config.update_from_flattened_dict({name: root + path for name, path in REWARDS.get(task, {}).items()})
+    config.data.train_files, config.data.val_files = f"{arg}/data/train.jsonl", f"{arg}/data/test.jsonl"
+    config.model.path = f"{arg}/sft/hf"
+    if task == "rlhf":
+        config.reward.model.path = f"{arg}/rm/hf"
+    elif task == "chain":
+        config.reward.function = f"{root}examples/chain.py:chain"
+    elif task == "bisection":
+        config.rollout.multi_turn.environment = f"{root}examples/bisection.py:Bisection"
     return config.lock()

@@ -258,6 +258,7 @@ def test_an_installed_package_of_a_user_adds_a_logger(unpacked, tmp_path):
         (["-m", "jppo.train", "--help"], 0, "--config.actor.lr=1e-06"),
         (["-m", "jppo.sweep", "--config=jppo://quickstart", "--print"], 0, "run_dir=runs/sweep-quickstart/actor.lr="),
         (["-m", "jppo"], 0, "jppo train"),
+        (["-m", "jppo", "prove", "gae", "--tasks=rlhf"], 2, "--stories_model=None must be the directory"),
         (["-m", "jppo.examples.multiplication", "--help"], 0, "--out"),
         (["-m", "jppo.train", "--config=jppo://quickstart:here"], 2, "here/sft/hf"),
         (VERL, 0, "--config=jppo://gsm8k \\\n    --config.actor.clip_ratio_high=0.2"),

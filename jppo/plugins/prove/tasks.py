@@ -49,7 +49,7 @@ def is_ready(task: str, folder: pathlib.Path, model: pathlib.Path | None) -> boo
     if task == "rlhf" and (model is None or not (model / "config.json").is_file()):
         raise UserError(f"--stories_model={model} must be the directory of a TinyStories Llama for the task rlhf")
     ready = (folder / READY).exists()
-    if ready and task == "rlhf" and model is not None and not (folder / "sft/hf").samefile(model):
+    if ready and task == "rlhf" and model is not None and not (folder / "sft" / "hf").samefile(model):
         raise UserError(f"--stories_model={model}: {folder} has another one; use that, or another --out")
     return ready
 
@@ -70,7 +70,7 @@ def _prepare_stories(folder: pathlib.Path, model: pathlib.Path) -> None:
     settings.check(c)
     reward_model.train(c)
     (folder / "sft").mkdir()
-    (folder / "sft/hf").symlink_to(model.resolve())
+    (folder / "sft" / "hf").symlink_to(model.resolve())
 
 
 def _start(

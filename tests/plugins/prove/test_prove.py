@@ -17,6 +17,7 @@ from jppo.learner.views import EpisodeView
 from jppo.plugins.prove import contest, tasks, verdict
 from jppo.plugins.prove.page import write_page
 from jppo.settings import parts
+from tests import xla_flags
 from tests.make import ROOT, one_line
 
 BAD = f"{ROOT}/benchmarks/known_bad.py"
@@ -200,9 +201,11 @@ def test_it_refuses(words, said, tmp_path, monkeypatch, capsys):
     assert said in one_line(capsys, prove.main, *words)
 
 
+@pytest.mark.timeout(1800)
 def test_a_contest_with_a_twin_a_broken_algorithm_and_a_crash(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "IMITATION_STEPS", 60)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", xla_flags.quick())
     folder = tmp_path / contest.base_name() / "tasks/bisection"
     tasks.prepare("bisection", folder, None)
     words = ["--tasks=bisection", "--seeds=2", "--steps=10", f"--out={tmp_path}"]
