@@ -98,21 +98,27 @@ def checksum(folder: pathlib.Path) -> int:
     return crc
 
 
+def prepare(task: str, work: pathlib.Path, stories_model: pathlib.Path | None) -> int:
+    """Makes data and starting model of a task, if they are not there; returns their checksum."""
+    folder = work / task
+    if not (folder / "ready").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        TASKS[task].prepare(folder, stories_model)
+        (folder / "ready").touch()
+    return checksum(folder)
+
+
 def run_missing(args: argparse.Namespace, path: pathlib.Path) -> None:
     """Runs what the file lacks, seed by seed, and adds each run to it."""
     changes = {CHANGES[option]: vars(args)[option] for option in CHANGES if vars(args)[option] is not None}
     done = {identity(row) for row in lines_of(path)}
     for task in args.tasks:
-        folder = args.work / task
-        if not (folder / "ready").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            TASKS[task].prepare(folder, args.stories_model)
-            (folder / "ready").touch()
+        start = prepare(task, args.work, args.stories_model)
         for seed in range(args.first_seed, args.first_seed + args.seeds):
             for algorithm in args.algorithms:
                 row = {"task": task, "algorithm": algorithm, "seed": seed}
-                row |= {"settings": settings_of(task, algorithm, changes), "start": checksum(folder)}
+                row |= {"settings": settings_of(task, algorithm, changes), "start": start}
                 if identity(row) in done:
                     continue
                 row |= begin() | {"machine": machine()} | run(task, algorithm, seed, args.work, changes)

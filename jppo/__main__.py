@@ -12,6 +12,7 @@ COMMANDS = {
     "jppo.sft": "supervised fine-tuning",
     "jppo.dpo": "trains a policy on preference pairs, without sampling",
     "jppo.reward_model": "trains a reward model from preference pairs",
+    "jppo.critic_fit": "fits a critic on logged samples, for critic.path",
     "jppo.evaluate": "tests a model",
     "jppo.export": "exports a trained model as a Hugging Face directory",
     "jppo.chat": "chats with a model in the terminal",
