@@ -43,7 +43,8 @@ def changes_of(arm: str, task: str, work: pathlib.Path, drawn: int) -> dict[str,
     """The settings of a run that differ from PPO's in learning.py; the policy learns in equally many steps."""
     warmup = WARMUP.get(arm, drawn)
     changes = {"trainer.critic_warmup": warmup, "trainer.total_training_steps": STEPS - WARMUP["new"] + warmup}
-    return changes | ({"critic.path": str(work / "critic" / task / "hf")} if arm == "fitted" else {})
+    fitted = {"critic.path": str(work / "critic" / task / "hf"), "critic.warmup_epochs": None}
+    return changes | (fitted if arm == "fitted" else {})
 
 
 def fit(task: str, seed: int, work: pathlib.Path, drawn: int) -> None:

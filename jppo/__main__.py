@@ -55,12 +55,13 @@ def command_of(word: str) -> str | None:
 def main(argv: list[str] | None = None) -> None:
     """Lists the commands, or runs the one that the arguments name."""
     argv = sys.argv[1:] if argv is None else argv
+    words = 2 if command_of("_".join(argv[:2])) else 1  # `critic fit` is `critic_fit`
     if argv in ([], ["--help"], ["-h"]):
         print(listing(), end="")
     elif argv == ["--version"]:
         print(__version__)
-    elif (module := command_of(argv[0])) is not None:
-        sys.argv = [module, *argv[1:]]
+    elif (module := command_of("_".join(argv[:words]))) is not None:
+        sys.argv = [module, *argv[words:]]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         suggestion = did_you_mean(argv[0], [name.removeprefix("jppo.") for name in COMMANDS])

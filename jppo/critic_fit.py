@@ -9,6 +9,8 @@ to DIR/hf, the table to DIR/explained.json and a picture of it to DIR/explained.
 """
 
 import argparse
+import dataclasses
+import json
 import pathlib
 import sys
 
@@ -74,15 +76,14 @@ def main(argv: list[str] | None = None) -> None:
             " records, which a run logs of trainer.token_samples responses of each step"
         )
     train, held_out = logged.split(fitting, share=args.held_out, seed=c.trainer.seed)
-    print(
-        f"{len(train)} samples to learn from, {len(held_out)} of held-out prompts;"
-        f" {sum(one.recorded for one in fitting)} with token records; left out"
-        f" {len(samples) - len(fitting)}: over-long, or of conversations without a record"
-    )
+    left_out = f"left out {len(samples) - len(fitting)}: over-long, or of conversations without token records"
+    print(f"{len(train)} samples to learn from, {len(held_out)} of held-out prompts; {left_out}")
     with durable_files.own(args.out, "--out"):
         tokens = fit_critic(c, train, held_out, args.out, epochs=args.epochs, pad=tokenizer.pad_token_id)
         rows = explained.explain(tokens)
-        explained.write(rows, args.out)
+        table_text = json.dumps([dataclasses.asdict(row) for row in rows], indent=2)
+        durable_files.write_text(args.out / "explained.json", f"{table_text}\n")
+        durable_files.write_text(args.out / "explained.svg", explained.draw(rows))
     print(escaped(f"{explained.format_table(rows)}\ncritic            {args.out / 'hf'}"))
 
 

@@ -1,15 +1,11 @@
 """How much of the returns a critic explains: by position, turn and data source, as a table and as a picture."""
 
 import dataclasses
-import json
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
 import numpy as np
-
-from jppo.runlog import durable_files
 
 WIDTH, LINE, LEFT, BAR = 720, 24, 180, 360  # of the picture, in pixels: width, height of a line, begin and length of 1
 LEAST = 1e-5  # added to the variance of the returns, as by critic/vf_explained_var
@@ -74,13 +70,6 @@ def format_table(rows: Sequence[Explained]) -> str:
     lines = [f"{'':{width}} {'tokens':>10} {'mean return':>12} {'std':>8} {'explained variance':>19}"]
     lines += [f"{x.name:{width}} {x.tokens:10,} {x.mean:12.3f} {x.std:8.3f} {x.explained:19.3f}" for x in rows]
     return "\n".join(lines)
-
-
-def write(rows: Sequence[Explained], out: pathlib.Path) -> None:
-    """Writes the rows to explained.json and explained.svg in a folder."""
-    text = json.dumps([dataclasses.asdict(row) for row in rows], indent=2)
-    durable_files.write_text(out / "explained.json", text + "\n")
-    durable_files.write_text(out / "explained.svg", draw(rows))
 
 
 def draw(rows: Sequence[Explained]) -> str:

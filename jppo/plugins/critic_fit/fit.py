@@ -57,8 +57,8 @@ def open_fit(c: Settings, samples: Sequence[Logged], epochs: int) -> tuple[Fit, 
         key=fold(jax.random.key(c.trainer.seed), Start.CRITIC), adapters=adapters,
     )  # fmt: skip
     trained = make.offload_if(trained, c.critic.param_offload)
-    scaled = c.model.scales_loss
-    trainable, opt = make.make_trainable(c.critic, "critic", passes.critic, trained, steps, scaled=scaled)
+    loss, scaled = passes.critic, c.model.scales_loss
+    trainable, opt = make.make_trainable(c.critic, "critic", loss, trained, steps, scaled=scaled)
     plan = run_make.plan_mini_batches(c, mesh, policy, steps, (run_make.make_epochs(c)[1].mini_batch_size,))
     # Its advantages are the returns of λ = 1, which no value enters.
     algorithm = estimators.reinforce_plus_plus(gamma=c.algorithm.gamma, gamma_by=c.algorithm.gamma_by)
@@ -109,23 +109,23 @@ def value_tokens(fit: Fit, params: Params, samples: Sequence[Logged]) -> ValuedT
     return ValuedTokens(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def learn_epoch(
-    fit: Fit, params: Params, opt: Any, samples: Sequence[Logged], step: int
-) -> tuple[Params, Any, list[float]]:
-    """Goes over the samples once, from step `step` of the learning rate; returns weights, optimizer, losses by step."""
+def learn_epoch(fit: Fit, params: Params, opt: Any, samples: Sequence[Logged], epoch: int) -> tuple[Params, Any, float]:
+    """Goes over the samples once, in a new order; returns weights, optimizer and the mean loss."""
     losses, size = list[float](), run_make.make_epochs(fit.c)[1].mini_batch_size
-    for part, data in batches(fit, samples):
+    order = np.random.default_rng([fit.c.trainer.seed, epoch]).permutation(len(samples))
+    first = epoch * -(-len(samples) // fit.c.sequences_of_step)
+    for step, (part, data) in enumerate(batches(fit, [samples[i] for i in order]), first):
         data = with_values(fit, params, part, data)  # the old values of the clip
         targets = np.where(data.mask, values.normalise(data["returns"], fit.norm), 0.0)
         minis = batch.mini_batches(
             data.with_arrays(returns=targets), [one.trajectory for one in part], reads=fit.trainable.loss.reads,
             order=np.arange(len(part)), mini_batch_size=size, plan=fit.plan, mesh=fit.mesh,
         )  # fmt: skip
-        params, opt, metrics = fit.trainable.learn(params, opt, np.asarray(step + len(losses), np.int32), minis)
+        params, opt, metrics = fit.trainable.learn(params, opt, np.asarray(step, np.int32), minis)
         if metrics["critic/skipped"]:
             raise UserError(f"the critic's loss or gradient is not finite; lower critic.lr={fit.c.critic.lr}")
         losses.append(metrics["critic/vf_loss"])
-    return params, opt, losses
+    return params, opt, float(np.mean(losses))
 
 
 def fit_critic(
@@ -133,18 +133,20 @@ def fit_critic(
 ) -> ValuedTokens:
     """Fits until two epochs explain held-out prompts no better; writes the best critic, returns its held-out tokens."""
     fit, params, opt = open_fit(c, train, epochs)
-    rng, step, best = np.random.default_rng(c.trainer.seed), 0, value_tokens(fit, params, held_out)
+    best = value_tokens(fit, params, held_out)
     scores = [explained_variance(best.returns, best.values)]
     print(f"before: held-out explained variance {scores[0]:.4f}", flush=True)
-    while len(scores) <= epochs and len(scores) - 1 - int(np.argmax(scores)) < PATIENCE:
-        params, opt, losses = learn_epoch(fit, params, opt, [train[i] for i in rng.permutation(len(train))], step)
-        step, tokens = step + len(losses), value_tokens(fit, params, held_out)
+    for epoch in range(epochs):
+        params, opt, loss = learn_epoch(fit, params, opt, train, epoch)
+        tokens = value_tokens(fit, params, held_out)
         score = explained_variance(tokens.returns, tokens.values)
-        print(f"epoch {len(scores)}: loss {np.mean(losses):.5f}, explained variance {score:.4f}", flush=True)
+        print(f"epoch {epoch + 1}: loss {loss:.5f}, held-out explained variance {score:.4f}", flush=True)
         if score > max(scores):
             best = tokens
             write_critic(fit, params, out / "hf", pad)
         scores.append(score)
+        if len(scores) - int(np.argmax(scores)) > PATIENCE:
+            break
     if np.argmax(scores) == 0:
         raise UserError(
             f"no epoch explains more of the held-out returns than the start, {scores[0]:.4f}, and nothing was written;"
