@@ -86,5 +86,5 @@ def draw(rows: Sequence[Explained]) -> str:
         colour = "#2563eb" if row.explained >= 0 else "#ea580c"
         parts.append(f'<text x="{LEFT - 12}" y="{y}" text-anchor="end">{escape(row.name)}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y - 13}" width="{length:.1f}" height="16" fill="{colour}"/>')
-        parts.append(f'<text x="{LEFT + BAR + 16}" y="{y}">{row.explained:.3f} of {row.tokens:,} tokens</text>')
+        parts.append(f'<text x="{LEFT + BAR + 16}" y="{y}">{row.explained:.3f} ({row.tokens:,} tokens)</text>')
     return "\n".join([*parts, "</svg>\n"])
