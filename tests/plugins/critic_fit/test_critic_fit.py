@@ -11,7 +11,8 @@ import pytest
 from jppo import __main__, critic_fit, settings, train
 from jppo.errors import UserError
 from jppo.plugins.critic_fit import explained, fit, logged
-from jppo.run.make import read_models, value_norm_of
+from jppo.run.inputs import read_inputs
+from jppo.run.make import make_learner, read_models
 from jppo.run.tokenizer import load_tokenizer
 from jppo.runlog.logger import read_metrics
 from jppo.types import Reward, given_text
@@ -79,10 +80,11 @@ def run(small_run, tmp_path):
     text = SAMPLE | {"response": "12", "score": 2.0, "earned": [[0, 0.5]]}
     left_out = [SAMPLE | {"response": "1", "score": None}, SAMPLE | {"response": "1", "unusable": "stale"}]
     more = [SAMPLE | {"prompt": f"{i}+1=", "response": str(i), "score": i % 3} for i in range(20)]
-    write_lines(folder / "samples/step_1.jsonl", [talk, text, *left_out])
+    write_lines(folder / "samples/step_1.jsonl", [talk, text, *left_out, talk])
     write_lines(folder / "samples/step_10.jsonl", more)
     record = {"sample": 0, "prompt_tokens": [4, 5], "tokens": [6, 7, 8, 9], "trained": [True, False, True, True]}
-    write_lines(folder / "samples/tokens_1.jsonl", [record | {"reward": [0.5, None, 0.0, 1.0]}])
+    rejected = record | {"sample": 4, "trained": [False, True, True, True], "reward": [None, 0.25, 0.0, 2.0]}
+    write_lines(folder / "samples/tokens_1.jsonl", [record | {"reward": [0.5, None, 0.0, 1.0]}, rejected])
     return c
 
 
@@ -92,29 +94,33 @@ def read(c, last_step=-1):
 
 
 def test_samples_are_read_from_records_and_texts(run):
-    talk, text = read(run, last_step=9)
+    talk, _, text = read(run, last_step=9)
     assert talk.trajectory.tokens.tolist() == [4, 5, 6, 7, 8, 9] and talk.source == "talk"
     assert talk.trajectory.sampled.tolist() == [False, False, True, False, True, True]
     tokenizer = load_tokenizer(run.model.path)
     assert text.trajectory.tokens.tolist() == [*tokenizer("1+1=12")["input_ids"], tokenizer.eos_token_id]
     assert text.trajectory.sampled.tolist() == [False] * 4 + [True] * 3 and text.source == "unknown"
-    assert len(read(run)) == 22
+    assert len(read(run)) == 23
     assert [logged.fits(talk, *lengths) for lengths in ((2, 4), (1, 4), (2, 3))] == [True, False, False]
 
 
 def test_returns_count_amounts_where_they_are_earned_and_bridge_observations(run):
-    """γ = 0.5. The record: 0.5 + γ (0 + γ 1), 0.5, 1. The text earns 0.5 at once and 1.5 at its end."""
+    """γ = 0.5. The record: 0.5 + γ (0 + γ 1), 0.5, 1. The text earns 0.5 at once and 1.5 at its end.
+
+    A record whose first token was rejected: 0.25 + γ (0 + γ 2), γ 2, 2 from the second on.
+    """
     c, samples = typed(run), read(run, last_step=9)
     opened, params, _ = fit.open_fit(c, samples, epochs=1)
     ((part, data),) = fit.batches(opened, samples)
-    assert [one.source for one in part] == ["talk", "unknown"]
-    expected = [[0.75, 0.0, 0.5, 1.0], [0.5 + 0.25 * 1.5, 0.75, 1.5, 0.0]]
-    np.testing.assert_allclose(data["returns"][:2, :4], expected, rtol=1e-6)
-    assert data.mask[:2, :4].tolist() == [[True, False, True, True], [True, True, True, False]]
+    assert [one.source for one in part] == ["talk", "talk", "unknown"]
+    expected = [[0.75, 0.0, 0.5, 1.0], [0.75, 1.0, 2.0, 0.0], [0.5 + 0.25 * 1.5, 0.75, 1.5, 0.0]]
+    np.testing.assert_allclose(data["returns"][:3, :4], expected, rtol=1e-6)
+    assert data.mask[0, :4].tolist() == [True, False, True, True]
     tokens = fit.value_tokens(opened, params, samples)
-    np.testing.assert_allclose(tokens.returns, [0.75, 0.5, 1.0, 0.875, 0.75, 1.5], rtol=1e-6)
-    assert tokens.position.tolist() == [0, 2, 3, 0, 1, 2] and tokens.turn.tolist() == [0, 1, 1, 0, 0, 0]
-    assert tokens.source.tolist() == ["talk"] * 3 + ["unknown"] * 3 and not tokens.values.any()  # a new head
+    np.testing.assert_allclose(tokens.returns, [0.75, 0.5, 1.0, 0.75, 1.0, 2.0, 0.875, 0.75, 1.5], rtol=1e-6)
+    assert tokens.position.tolist() == [0, 2, 3, 0, 1, 2, 0, 1, 2]
+    assert tokens.turn.tolist() == [0, 1, 1, 0, 0, 0, 0, 0, 0] and not tokens.values.any()  # of a new head
+    assert tokens.source.tolist() == ["talk"] * 6 + ["unknown"] * 3
     c = typed(changed(run, {"critic.value_norm_decay": 0.9}))
     norm = fit.measure_norm(dataclasses.replace(opened, c=c), samples)
     np.testing.assert_allclose(norm, [1.0, np.mean(tokens.returns), np.var(tokens.returns)], rtol=1e-5)
@@ -153,6 +159,7 @@ def test_what_cannot_be_fitted_is_refused(run, tmp_path, changes, fault, capsys)
     assert fault in capsys.readouterr().err and not (tmp_path / "critic").exists()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of runpy: the module is imported already
 @pytest.mark.parametrize("decay", [None, 0.9])
 def test_a_fitted_critic_is_read_as_it_was_measured(run, tmp_path, decay, capsys):
     """A token's return follows from the token before it: 0.5, 1, 2 and 4 at the tokens of 123 and its end."""
@@ -174,7 +181,8 @@ def test_a_fitted_critic_is_read_as_it_was_measured(run, tmp_path, decay, capsys
     assert by_a_loop(tokens.returns.tolist(), tokens.values.tolist()) == pytest.approx(table[0]["explained"], abs=1e-4)
     assert abs(tokens.values.mean() - tokens.returns.mean()) < 0.5  # on the scale of the rewards
     if decay is not None:
-        assert value_norm_of(c) == opened.norm.tolist() and opened.norm[0] == 1
+        _, begin = make_learner(c, read_inputs(c), opened.mesh)  # of a run
+        assert begin.value_norm.tolist() == opened.norm.tolist() and opened.norm[0] == 1
         c = settings.changed(c, {"critic.value_norm_decay": None})
         with pytest.raises(UserError, match="value_norm_decay=None reads them as"):
             read_models(c, with_critic=True, with_reference=False)
