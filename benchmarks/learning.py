@@ -32,7 +32,7 @@ from jppo import settings, train
 from jppo.configs import learning
 from jppo.configs.learning import TASKS
 from jppo.errors import UserError
-from jppo.plugins.prove.tasks import is_ready, prepare
+from jppo.plugins.prove import tasks
 from jppo.plugins.report.curve import write_curve
 from jppo.runlog.logger import read_metrics
 
@@ -107,18 +107,24 @@ def checksum(folder: pathlib.Path) -> int:
     return crc
 
 
+def prepare(task: str, work: pathlib.Path, stories_model: pathlib.Path | None) -> int:
+    """Makes data and starting model of a task, if they are not there; returns their checksum."""
+    folder = work / task
+    if not tasks.is_ready(task, folder, stories_model):
+        tasks.prepare(task, folder, stories_model)
+    return checksum(folder)
+
+
 def run_missing(args: argparse.Namespace, path: pathlib.Path) -> None:
     """Runs what the file lacks, seed by seed, and adds each run to it."""
     changes = {CHANGES[option]: vars(args)[option] for option in CHANGES if vars(args)[option] is not None}
     done = {identity(row) for row in lines_of(path)}
     for task in args.tasks:
-        folder = args.work / task
-        if not is_ready(task, folder, args.stories_model):
-            prepare(task, folder, args.stories_model)
+        start = prepare(task, args.work, args.stories_model)
         for seed in range(args.first_seed, args.first_seed + args.seeds):
             for algorithm in args.algorithms:
                 row = {"task": task, "algorithm": algorithm, "seed": seed}
-                row |= {"settings": settings_of(task, algorithm, changes), "start": checksum(folder)}
+                row |= {"settings": settings_of(task, algorithm, changes), "start": start}
                 if identity(row) in done:
                     continue
                 row |= begin() | {"machine": machine()} | run(task, algorithm, seed, args.work, changes)

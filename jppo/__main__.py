@@ -12,6 +12,7 @@ COMMANDS = {
     "jppo.sft": "supervised fine-tuning",
     "jppo.dpo": "trains a policy on preference pairs, without sampling",
     "jppo.reward_model": "trains a reward model from preference pairs",
+    "jppo.critic_fit": "fits a critic on logged samples, for critic.path",
     "jppo.evaluate": "tests a model",
     "jppo.export": "exports a trained model as a Hugging Face directory",
     "jppo.chat": "chats with a model in the terminal",
@@ -55,12 +56,13 @@ def command_of(word: str) -> str | None:
 def main(argv: list[str] | None = None) -> None:
     """Lists the commands, or runs the one that the arguments name."""
     argv = sys.argv[1:] if argv is None else argv
+    words = 2 if command_of("_".join(argv[:2])) else 1  # `critic fit` is `critic_fit`
     if argv in ([], ["--help"], ["-h"]):
         print(listing(), end="")
     elif argv == ["--version"]:
         print(__version__)
-    elif (module := command_of(argv[0])) is not None:
-        sys.argv = [module, *argv[1:]]
+    elif (module := command_of("_".join(argv[:words]))) is not None:
+        sys.argv = [module, *argv[words:]]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         suggestion = did_you_mean(argv[0], [name.removeprefix("jppo.") for name in COMMANDS])

@@ -58,6 +58,7 @@ def test_a_record_has_the_batchs_numbers_where_tokens_are_trained():
     assert first == {
         "sample": 0,
         "uid": "a",
+        "prompt_tokens": [9, 9],
         "tokens": [1, 2, 3],
         "pieces": ["1", "2", "3"],
         "trained": [True, False, True],

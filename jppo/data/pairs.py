@@ -19,20 +19,25 @@ from jppo.errors import UserError, escaped
 from jppo.settings import Parser, exit_on_user_error, natural
 
 
+def has_score(row: Row) -> bool:
+    """Whether a row of a samples file has a response and a score; UserError for a missing or wrong column."""
+    missing = [name for name in ("uid", "prompt", "response", "score") if name not in row.columns]
+    if missing:
+        raise UserError(f"{row.place} has no {missing[0]!r}; use a file of a run's samples/")
+    checked_text(row, "uid", row.columns["uid"])
+    checked_prompt(row, "prompt", row.columns["prompt"])
+    score = row.columns["score"]
+    if score is not None and not is_finite(score):
+        raise UserError(f"{row.place}: score is {brief(score)}; it must be a finite number")
+    return score is not None and bool(checked_text(row, "response", row.columns["response"] or "", blank=True).strip())
+
+
 def _pairs_of_samples(samples: Sequence[Row], *, seed: int) -> list[list[dict[str, Any]]]:
     """Makes the pairs of each prompt whose responses differ in score, in the order of the file."""
     rows_by_prompt: dict[str, list[Row]] = {}
     for row in samples:
-        missing = [name for name in ("uid", "prompt", "response", "score") if name not in row.columns]
-        if missing:
-            raise UserError(f"{row.place} has no {missing[0]!r}; use a file of a run's samples/")
-        uid, response = checked_text(row, "uid", row.columns["uid"]), row.columns["response"] or ""
-        checked_prompt(row, "prompt", row.columns["prompt"])
-        score = row.columns["score"]
-        if score is not None and not is_finite(score):
-            raise UserError(f"{row.place}: score is {brief(score)}; it must be a finite number")
-        if score is not None and checked_text(row, "response", response, blank=True).strip():
-            rows_by_prompt.setdefault(uid, []).append(row)
+        if has_score(row):
+            rows_by_prompt.setdefault(row.columns["uid"], []).append(row)
     rng = np.random.default_rng(seed)
     pairs = [_pair_by_score([group[i] for i in rng.permutation(len(group))]) for group in rows_by_prompt.values()]
     return [group for group in pairs if group]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -177,9 +177,9 @@ def begin_state(
     *,
     kl_coef: float = 0.0,
     seed: int,
-    value_norm: bool = False,
+    value_norm: Sequence[float] | None = None,
 ) -> TrainState:
-    """Makes the state before the first step; of shapes, if the models are."""
+    """Makes the state before the first step; of shapes, if the models are. `value_norm` as in `TrainState`."""
     put = placing.shapes if placing.are_shapes((policy, value)) else placing.put
     replicated = sharding.replicated(placing.mesh_of((policy, value)))
     return TrainState(
@@ -191,7 +191,7 @@ def begin_state(
         kl_coef=put(jnp.float32(kl_coef), replicated),
         bad_steps=put(jnp.int32(0), replicated),
         key=put(jax.random.key(seed), replicated),
-        value_norm=put(jnp.zeros(3, jnp.float32), replicated) if value_norm else None,
+        value_norm=None if value_norm is None else put(jnp.asarray(value_norm, jnp.float32), replicated),
     )
 
 

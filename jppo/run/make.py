@@ -27,6 +27,7 @@ from jppo.models.params import Head
 from jppo.settings import Loop, Optimizer, Settings, importance_band, parts, rejection_rules
 from jppo.types import Array, Params, TrainState
 
+VALUE_NORM = "value_norm"  # in config.json: the statistics of returns that a fitted critic's values are normalised by
 Configs = tuple[ModelConfig, ModelConfig | None, ModelConfig | None]  # of policy, critic and reference
 
 
@@ -40,8 +41,13 @@ def read_models(c: Loop, *, with_critic: bool, with_reference: bool, weights: bo
     """Reads the configs of the policy, and of critic and reference if wanted; checks the headers of their `weights`."""
 
     def read_config(path: str, head: Head, init: str) -> ModelConfig:
-        _, cfg = hf.read_config(path, longest=c.data.longest_row)
+        config, cfg = hf.read_config(path, longest=c.data.longest_row)
         if head == "value":
+            if config.get(VALUE_NORM) is not None and c.critic.value_norm_decay is None:
+                raise UserError(
+                    f"critic.path={path}: its values are normalized, and critic.value_norm_decay=None reads them as"
+                    " rewards; set it, to 0.9 for example"
+                )
             cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins or 1, value_head_std=c.critic.value_head_std)
         if weights and init == "pretrained":
             hf.check_weights(path, cfg, head=head)
@@ -75,6 +81,11 @@ def path_of_critic(c: Loop) -> str:
 def critic_init(c: Loop) -> str:
     """Returns how the critic starts: by `model.init` on the policy's model; a model of its own is never random."""
     return c.model.init if path_of_critic(c) == c.model.path else "pretrained"
+
+
+def value_norm_of(c: Loop) -> Sequence[float]:
+    """Returns the statistics that normalise the critic's first values: a fitted critic's, or those before any batch."""
+    return hf.read_config(path_of_critic(c))[0].get(VALUE_NORM) or (0.0, 0.0, 0.0)
 
 
 def wants_critic(c: Settings) -> bool:
@@ -287,7 +298,7 @@ def load_learner(
     )
     begin = state.begin_state(
         policy.learned, policy_opt, None if value is None else value.learned, value_opt, kl_coef=kl_coef, seed=seed,
-        value_norm=recipe.value_norm_decay is not None,
+        value_norm=None if recipe.value_norm_decay is None else value_norm_of(c),
     )  # fmt: skip
     return learner, begin
 

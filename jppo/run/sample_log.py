@@ -129,6 +129,7 @@ def sample_rows(
     return [
         {
             "uid": p.uid,
+            "data_source": p.data_source,
             "prompt": p.messages,
             "response": t.text,
             "ground_truth": p.ground_truth,
@@ -201,9 +202,10 @@ def make_records(
     rows = []
     for i, b in enumerate(chosen):
         t = trajectories[b]
-        ids = t.tokens[data.first[b] + 1 :].tolist()
+        prompt, ids = (part.tolist() for part in np.split(t.tokens, [data.first[b] + 1]))
         trained = data.mask[b, : len(ids)].tolist()
-        row = {"sample": b, "uid": t.uid, "tokens": ids, "pieces": split(ids), "trained": trained}
+        row = {"sample": b, "uid": t.uid, "prompt_tokens": prompt, "tokens": ids}
+        row |= {"pieces": split(ids), "trained": trained}
         arrays = {name: x for name, x in arrays_by_name.items() if not (t.given and name == "log_ratio_engine")}
         rows.append(row | {name: _numbers(x[i], trained) for name, x in arrays.items()})
     return rows
