@@ -221,8 +221,8 @@ def test_a_contest_with_a_twin_a_broken_algorithm_and_a_crash(tmp_path, monkeypa
     said, text = proved(f"{tmp_path}/mine.py:crashes")
     assert "fails: crashed: " in said and "division by zero" in said and "division by zero" in text
     _, text = proved("gae")
-    assert "| 0.000 ± 0.000 tie |" in text and not list(folder.parents[1].glob("*/*/checkpoints"))
-    before = {path: path.stat().st_mtime_ns for path in folder.parents[1].glob("*/*/metrics.jsonl")}
+    assert "| 0.000 ± 0.000 tie |" in text and not list(folder.parents[1].glob("gae-*/*/checkpoints"))
+    before = {path: path.stat().st_mtime_ns for path in folder.parents[1].glob("[gGP]*/*/metrics.jsonl")}
     assert len(before) == 6  # of gae, PPO and GRPO
     said, text = proved(f"{BAD}:sign_flipped")
     assert said == "known_bad.py:sign_flipped fails: does not learn bisection" and "](bisection.svg)" in text
