@@ -36,6 +36,7 @@ from jppo.runlog.logger import read_metrics
 
 SCORE, EXPLAINED = "critic/score/mean", "critic/vf_explained_var"
 LOGGED = (SCORE, EXPLAINED, "reward/rule_score/mean", "actor/reward_kl_penalty_seq", "actor/entropy")
+LOGGED += ("rollout/staleness_mean",)  # of asynchronous runs, by sao.py
 STEP = 10  # at which the explained variance is compared
 
 Row = dict[str, Any]  # a finished run
@@ -98,17 +99,23 @@ def checksum(folder: pathlib.Path) -> int:
     return crc
 
 
+def prepare(task: str, work: pathlib.Path, stories_model: pathlib.Path | None) -> pathlib.Path:
+    """Makes the data and the starting model of a task, once, in the folder that is returned."""
+    folder = work / task
+    if not (folder / "ready").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        TASKS[task].prepare(folder, stories_model)
+        (folder / "ready").touch()
+    return folder
+
+
 def run_missing(args: argparse.Namespace, path: pathlib.Path) -> None:
     """Runs what the file lacks, seed by seed, and adds each run to it."""
     changes = {CHANGES[option]: vars(args)[option] for option in CHANGES if vars(args)[option] is not None}
     done = {identity(row) for row in lines_of(path)}
     for task in args.tasks:
-        folder = args.work / task
-        if not (folder / "ready").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            TASKS[task].prepare(folder, args.stories_model)
-            (folder / "ready").touch()
+        folder = prepare(task, args.work, args.stories_model)
         for seed in range(args.first_seed, args.first_seed + args.seeds):
             for algorithm in args.algorithms:
                 row = {"task": task, "algorithm": algorithm, "seed": seed}
