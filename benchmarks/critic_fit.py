@@ -1,4 +1,4 @@
-"""Steps of PPO to the same score with a new critic and with a fitted one, on tasks of learning_tasks.py.
+"""Steps of PPO to the same score with a new critic and with a fitted one, on tasks of learning.py.
 
     python benchmarks/critic_fit.py --tasks=quickstart,chain --seeds=5
 
@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 from intervals import difference, interval
 from learning import EXPLAINED, SCORE, Row, identity, make_config, prepare, run, settings_of
-from learning_tasks import COMMON, TASKS
 from machine import ROOT, begin, lines_of, machine, names_of, newest, title
 
 from jppo import critic_fit, settings, train
+from jppo.configs.learning import COMMON, TASKS
 from jppo.errors import UserError
 
 STEPS = COMMON["trainer.total_training_steps"]

@@ -38,6 +38,7 @@ from jppo.runlog.logger import read_metrics
 
 SCORE, EXPLAINED = "critic/score/mean", "critic/vf_explained_var"
 LOGGED = (SCORE, EXPLAINED, "reward/rule_score/mean", "actor/reward_kl_penalty_seq", "actor/entropy")
+LOGGED += ("rollout/staleness_mean",)  # of asynchronous runs, by sao.py
 STEP = 10  # at which the explained variance is compared
 
 ALGORITHMS: dict[str, dict[str, Any]] = {

@@ -61,13 +61,12 @@ def prepare(c: PreferenceTuning, request: DryRun = HERE) -> pairs.PairTask:
     loss, count = preference.make_pullback(logprobs), len(training.pairs)
     return pairs.PairTask(
         name="dpo",
-        head="lm",
         pairs=training,
         held_out=held_out,
         sequence=as_trajectory,
         scores=preference.make_scores(logprobs, mesh=mesh),
         slope=preference.make_dpo_slope(c.dpo.loss_type, beta=c.dpo.beta),
-        **supervised.task_fields(c, mesh, cfg, loss, examples=count, sequences=2),
+        **supervised.task_fields(c, mesh, cfg, loss, head="lm", examples=count, sequences=2),
     )
 
 

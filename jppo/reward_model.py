@@ -51,7 +51,6 @@ def prepare(c: PairTraining, request: DryRun = HERE) -> pairs.PairTask:
     loss, count = preference.make_pullback(value), len(training.pairs)
     return pairs.PairTask(
         name="rm",
-        head="value",
         pairs=training,
         held_out=held_out,
         changes=changes,  # of a sequence classifier
@@ -59,7 +58,7 @@ def prepare(c: PairTraining, request: DryRun = HERE) -> pairs.PairTask:
         scores=preference.make_scores(value, mesh=mesh),
         slope=preference.make_slope(center=c.loss.center_rewards_coefficient),
         # `as_trajectory` adds a token
-        **supervised.task_fields(c, mesh, cfg, loss, examples=count, sequences=2, extra=1),
+        **supervised.task_fields(c, mesh, cfg, loss, head="value", examples=count, sequences=2, extra=1),
     )
 
 

@@ -61,10 +61,9 @@ def prepare(c: FineTuning, request: DryRun = HERE) -> DemonstrationTask:
     loss, count = update.make_imitation_loss(logprob_of_texts(c, cfg, mesh)), len(training.demonstrations)
     return DemonstrationTask(
         name="sft",
-        head="lm",
         demonstrations=training.demonstrations,
         overlong=training.overlong,
-        **supervised.task_fields(c, mesh, cfg, loss, examples=count),
+        **supervised.task_fields(c, mesh, cfg, loss, head="lm", examples=count),
     )
 
 

@@ -40,7 +40,7 @@ SHAPES = {
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 QUICK = ("gsm8k",)
 SLOW = ("lora", "gsm8k_7b", "math_grpo", "gsm8k_gemma", "gsm8k_moe", "judge", "async", "multi_host", "long_context")
-SLOW += ("dapo", "vapo", "distill", "small_card")
+SLOW += ("dapo", "vapo", "sao", "distill", "small_card")
 RECIPES = (*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
 OWN = ("quickstart", "quickstart_sft", "agent_calculator", "agent_calculator_sft")  # that make what they need
 ELSEWHERE = {"rlhf", "rlhf_reward_model", "tinystories_sft", "tinystories_reward_model", "tinystories_ppo"}
@@ -127,6 +127,8 @@ def test_a_recipe_passes_a_dry_run(name, tiny_model, tmp_path, capsys, monkeypat
     here = {"model.path": "model", "data.train_files": "data.jsonl", "data.val_files": "data.jsonl"}
     here |= {"ref.path": "teacher"} if config.ref.path in SHAPES else {}
     words = [f"--config.{key}={tmp_path / value}" for key, value in here.items()]
+    if config.rollout.multi_turn.enable:
+        words.append("--config.rollout.multi_turn.format=plain")  # the stand-in has no chat template
     words.append("--config.data.row_lengths=1")  # a quarter of the programs to compile, the largest among them
     train.main(
         [f"--config=jppo://{name}", *words, "--config.model.init=random", "--config.trainer.nnodes=1", "--dry_run"]

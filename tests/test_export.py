@@ -211,7 +211,7 @@ def test_a_base_that_is_gone_or_another_is_said(adapted, tiny_model, tmp_path, c
     gone = refused(capsys, step, "--base", tmp_path / "gone", "--out", out)
     assert "is not a directory" in gone and "--base DIR" in gone
     other = refused(capsys, step, "--merge_lora", "--base", adapted / "hf", "--out", out)
-    assert "differ from the base of the adapters" in other
+    assert "differ from those that were frozen in training" in other
     assert "does not fit" in refused(capsys, step, "--base", tiny_model, "--out", out)
     assert "add --merge_lora" in refused(capsys, step, "--dtype", "bfloat16", "--out", out)
     assert not out.exists()

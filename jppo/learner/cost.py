@@ -9,8 +9,9 @@ the one column of a value head.
 import math
 from collections.abc import Sequence
 
-from jppo.models import lora
+from jppo.models import lora, params
 from jppo.models.config import LayerModules, ModelConfig
+from jppo.models.freeze import ALL_LEARN, Frozen
 from jppo.models.lora import Lora
 
 # Time of a FLOP of attention relative to one of a product with weights, by platform and kernel: scores are
@@ -88,16 +89,32 @@ def _projection_elements(cfg: ModelConfig, modules: LayerModules) -> int:
     )
 
 
-def update(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, adapters: Lora | None = None) -> int:
+def frozen_flop(cfg: ModelConfig, frozen: Frozen, lengths: Sequence[int], head_tokens: int) -> int:
+    """Returns FLOP of the products with frozen matrices of layers and head in a forward pass."""
+    total = 0
+    for entry in params.table(cfg, head="lm"):
+        if entry.path in frozen and entry.matrix is not None:
+            routed = cfg.experts if "M" in entry.letters else None
+            share = 1.0 if routed is None else routed.active / routed.count  # of the experts, by a token
+            total += 2 * sum(lengths) * round(share * math.prod(entry.shape))
+        elif entry.path in frozen and "lm_head.weight" in (entry.hf, entry.alias):
+            total += 2 * head_tokens * cfg.hidden_size * cfg.vocab_size
+    return total
+
+
+def update(
+    cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, adapters: Lora | None = None,
+    frozen: Frozen = ALL_LEARN,
+) -> int:  # fmt: skip
     """Returns FLOP of an update: a forward pass, and a backward one that costs two.
 
-    With adapters, frozen kernels have a gradient of their input but none of their own, which saves one forward pass of
-    them. Attention, whose factors all have gradients, experts into which adapters are merged, and the adapters cost
-    the same.
+    Frozen matrices have a gradient of their input but none of their own, which saves one forward pass of them. With
+    adapters these are all kernels: attention, whose factors all have gradients, experts into which adapters are merged,
+    and the adapters cost the same.
     """
     forward_flop = forward(cfg, lengths, head_tokens=head_tokens)
     if adapters is None:
-        return 3 * forward_flop
+        return 3 * forward_flop - frozen_flop(cfg, frozen, lengths, head_tokens)
     adapter_part = 3 * adapter_flop(cfg, adapters, lengths)
     return 2 * forward_flop + attention(cfg, lengths) + _merged_expert_flop(cfg, adapters, lengths) + adapter_part
 

@@ -16,9 +16,10 @@ from jppo import process  # corrects the sums of XLA, whoever makes a learner
 from jppo.errors import UserError
 from jppo.learner import cost, loss_scale, optim, packing, score, sharding, state, update
 from jppo.learner.trainable import CompiledLoss, Trainable
-from jppo.models import attention, fused, half, hf, lora, modules, placing, sequence_parallel
+from jppo.models import attention, freeze, fused, half, hf, lora, modules, placing, sequence_parallel
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import Decoder, Remat, attention_settings
+from jppo.models.freeze import ALL_LEARN, Frozen
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
 from jppo.settings import (
@@ -70,6 +71,12 @@ def make_adapters(c: Common, critic: Critic | None = None) -> Lora | None:
     if critic is None and adapters is not None and isinstance(c.model, Model) and c.model.lora_adapter_path:
         hf.adapter_slots(c.model.lora_adapter_path, adapters)
     return adapters
+
+
+def find_frozen(c: Common, name: str, cfg: ModelConfig | None, *, head: Head) -> Frozen:
+    """Finds the parameters that `freeze` of an optimizer's section keeps as they are; none without a model."""
+    patterns = optimizers(c)[name].freeze
+    return ALL_LEARN if cfg is None or not patterns else freeze.find_frozen(cfg, patterns, f"{name}.freeze", head=head)
 
 
 OFFLOADABLE = {
@@ -186,6 +193,7 @@ def load_trained(
     head: Head,
     key: jax.Array,
     adapters: Lora | None,
+    frozen: Frozen = ALL_LEARN,
     init: str | None = None,
     trunk: Params | None = None,
 ) -> Trained:
@@ -201,17 +209,24 @@ def load_trained(
         values = trunk if head == "lm" else state.on_trunk(layout, trunk, key=key)
     if c.model.scales_loss and not placing.are_shapes(values):
         half.require_range_of_all(values, "model.compute_dtype")
-    if adapters is None:
+    if adapters is None and not frozen:
         return Trained(layout, values, None)
+    if adapters is None:
+        layout = state.model_weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, frozen=frozen)
+        learned, rest = freeze.divide(cfg, values, frozen, head=head)
+        return Trained(layout, learned, Base(rest))
     layout = state.adapters(cfg, mesh, adapters, head=head)
     start = c.model.lora_adapter_path if isinstance(c.model, Model) and head == "lm" else ""
     learned, base = state.adapt(layout, values, adapters, key=key, path=start)
     return Trained(layout, learned, base)
 
 
-def sketch_trained(c: Common, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
+def sketch_trained(
+    c: Common, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None, frozen: Frozen = ALL_LEARN
+) -> Trained:
     """Makes a model for training of shapes in place of arrays."""
-    return load_trained(c, mesh, cfg, "", head=head, key=jax.random.key(0), adapters=adapters, init="shapes")
+    options = dict[str, Any](adapters=adapters, frozen=frozen, init="shapes")
+    return load_trained(c, mesh, cfg, "", head=head, key=jax.random.key(0), **options)
 
 
 def copy_weights(tree: Params, offload: bool) -> Params:

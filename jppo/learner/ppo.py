@@ -22,6 +22,7 @@ from jppo.learner.trainable import CompiledLoss, Trainable, make_before
 from jppo.learner.views import STATISTIC
 from jppo.models import placing
 from jppo.models.config import ModelConfig
+from jppo.models.freeze import ALL_LEARN, Frozen
 from jppo.models.lora import Lora, Weights
 from jppo.types import Array, Batch, Params, Rows, TrainState, Trajectory
 
@@ -37,6 +38,8 @@ class ModelConfigs:
     reference: ModelConfig | None = None  # None: no KL is used
     adapters: Lora | None = None  # of the policy; None: full fine-tuning
     critic_adapters: Lora | None = None
+    frozen: Frozen = ALL_LEARN  # parameters of the policy that are not learned
+    critic_frozen: Frozen = ALL_LEARN
     total_steps: int = 0
     prompt_lengths: tuple[int, ...] = ()  # of the training prompts, in tokens; (): unknown
 

@@ -19,6 +19,7 @@ from jppo.learner.trainable import Trainable
 from jppo.models import hf, kernels, lora, params, placing
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head, init_params
+from jppo.models.freeze import ALL_LEARN, Frozen
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
 from jppo.types import Array, Params, TrainState
@@ -40,10 +41,14 @@ class ModelLayout:
 
 
 def model_weights(
-    cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any, adapters: Lora | None = None
-) -> ModelLayout:
-    """Returns shapes and shardings of a model with this head, from the table of parameters; of the base of adapters."""
-    entries = params.table(cfg, head=head)
+    cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any, adapters: Lora | None = None,
+    frozen: Frozen = ALL_LEARN,
+) -> ModelLayout:  # fmt: skip
+    """Returns shapes and shardings of a model with this head, from the table of parameters; of the base of adapters.
+
+    Parameters that are `frozen` are left out.
+    """
+    entries = tuple(entry for entry in params.table(cfg, head=head) if entry.path not in frozen)
     return _make_layout(cfg, mesh, entries, head=head, dtype=param_dtype, method=lora.base_method(cfg, adapters))
 
 

@@ -38,11 +38,15 @@ def _count(learner: StepLearner, inputs: ModelConfigs, trajectories: Sequence[Tr
     """Counts FLOP per stage over a step's batch; the language head counts sampled tokens only."""
     lengths = [len(t.tokens) for t in trajectories]
     sampled = sum(int(t.sampled.sum()) for t in trajectories)
-    epoch_flop = cost.update(inputs.policy, lengths, head_tokens=sampled, adapters=inputs.adapters)
+    epoch_flop = cost.update(
+        inputs.policy, lengths, head_tokens=sampled, adapters=inputs.adapters, frozen=inputs.frozen
+    )
     flops = {"update_actor": learner.actor_epochs.of_step(step) * epoch_flop}
     if not learner.recipe.bypass:
         flops["old_log_prob"] = cost.forward(inputs.policy, lengths, head_tokens=sampled, adapters=inputs.adapters)
     if inputs.critic is not None:
-        epoch_flop = cost.update(inputs.critic, lengths, head_tokens=0, adapters=inputs.critic_adapters)
+        epoch_flop = cost.update(
+            inputs.critic, lengths, head_tokens=0, adapters=inputs.critic_adapters, frozen=inputs.critic_frozen
+        )
         flops["update_critic"] = learner.critic_epochs.of_step(step) * epoch_flop
     return flops

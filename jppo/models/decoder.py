@@ -312,7 +312,7 @@ def split_layers(variables: Params, cfg: ModelConfig) -> Params:
     """Splits the stacked parameters into a tuple of layers: once before a loop of `forward_token`."""
     layers_by_index: dict[int, Params] = {}
     for stack in cfg.stacks:
-        parts = {name: lora.find_adapters(part, stack.path) for name, part in variables.items()}
+        parts = {name: lora.find_part(part, stack.path) for name, part in variables.items()}
         layers = {name: part for name, part in parts.items() if part is not None}
         for i in range(stack.count):
             layers_by_index[stack.first + i * stack.step] = jax.tree.map(lambda x, i=i: x[i], layers)

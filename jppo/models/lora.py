@@ -60,20 +60,20 @@ class Lora:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """The frozen weights of a model with adapters."""
+    """The frozen weights of a model: all beside its adapters, or those that settings freeze."""
 
     params: Params
-    scale: float = dataclasses.field(metadata=dict(static=True))  # the factor of B A
+    scale: float = dataclasses.field(default=1.0, metadata=dict(static=True))  # the factor of B A
     dropout: float = dataclasses.field(default=0.0, metadata=dict(static=True))  # of the adapters' inputs
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A model with adapters."""
+    """A model in two parts, of which one learns: with adapters, or with frozen parameters."""
 
     base: Base
-    learned: Params
+    learned: Params  # the adapters by the key `lora`, if any
 
 
 Weights = Params | Adapted  # of a model, as the passes' argument
@@ -92,12 +92,16 @@ def variables(model: Weights, seeds: Array | None = None) -> dict[str, Params]:
     if not isinstance(model, Adapted):
         return {"params": model}
     learned = dict(model.learned)
+    unscaled = learned.pop(COLLECTION, None)
+    whole = {"params": params.merge(model.base.params, learned)}
+    if unscaled is None:
+        return whole
     adapters = jax.tree_util.tree_map_with_path(
-        lambda path, x: x * model.base.scale if path[-1].key == "b" else x, learned.pop(COLLECTION)
+        lambda path, x: x * model.base.scale if path[-1].key == "b" else x, unscaled
     )
     if seeds is not None and model.base.dropout:
         adapters = _add_dropout(adapters, jnp.asarray(seeds), model.base.dropout, "")
-    return {"params": {**model.base.params, **learned}, COLLECTION: adapters}
+    return whole | {COLLECTION: adapters}
 
 
 def _add_dropout(adapters: Params, seeds: jax.Array, rate: float, path: str) -> Params:
@@ -262,8 +266,8 @@ def kernel_and_adapter(entry: Entry, model: Weights) -> tuple[jax.Array, dict[st
     """Returns the parameter of `entry` on its devices, and its adapter with B times its scale, or None."""
     if not isinstance(model, Adapted):
         return kernels.dequantize(placing.to_device(params.leaf_at(model, entry.path))), None
-    holder = model.learned if entry.path[0] in model.learned else model.base.params
-    adapter = placing.to_device(find_adapters(model.learned[COLLECTION], _adapter_path(entry.path)))
+    holder = model.base.params if find_part(model.learned, entry.path) is None else model.learned
+    adapter = placing.to_device(find_part(model.learned, (COLLECTION, *_adapter_path(entry.path))))
     scaled = None if adapter is None else {"a": adapter["a"], "b": adapter["b"] * model.base.scale}
     return kernels.dequantize(placing.to_device(params.leaf_at(holder, entry.path))), scaled
 
@@ -276,11 +280,11 @@ def merge(entry: Entry, kernel: jax.Array, adapter: dict[str, jax.Array]) -> jax
     return (kernel.astype(jnp.float32) + product).astype(kernel.dtype)
 
 
-def find_adapters(adapters: Any, path: tuple[str, ...]) -> Any:
-    """Returns the adapters in a nested dict at `path`, or None."""
+def find_part(tree: Any, path: tuple[str, ...]) -> Any:
+    """Returns the part of a nested dict at `path`, such as the adapters of a layer, or None."""
     for key in path:
-        adapters = adapters.get(key) if adapters is not None else None
-    return adapters
+        tree = tree.get(key) if tree is not None else None
+    return tree
 
 
 def peft_config(model: ModelConfig, lora: Lora, *, head: Head, base: str) -> dict[str, Any]:

@@ -360,3 +360,11 @@ def leaf_at(params: Params, path: tuple[str, ...]) -> Any:
     for key in path:
         params = params[key]
     return params
+
+
+def merge(first: Params, second: Params) -> Params:
+    """Merges two nested dicts that have no leaf in common."""
+    merged = dict(first)
+    for name, part in second.items():
+        merged[name] = merge(first[name], part) if name in first else part
+    return merged

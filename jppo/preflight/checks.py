@@ -114,7 +114,7 @@ def dry_run_of_one_model(
         return text
 
     def disk() -> Iterator[Finding]:
-        stored = memory.stored_model(c, task.mesh, task.cfg, task.adapters, task.head, "optim")
+        stored = memory.stored_model(c, task.mesh, task.cfg, task.adapters, task.head, "optim", task.frozen)
         return room_on_disk(c, stored, memory.engine_bytes(task.cfg, c.model.param_dtype))
 
     findings = [*machine.check_environment(None)]

@@ -5,6 +5,7 @@ account: each program of a step (`learner/programs.py`) is compiled for the larg
 The peak is the largest of a few moments: a gradient, an optimizer step, or a scoring pass.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from jppo.learner.ppo import ModelConfigs
 from jppo.learner.programs import Program, update_programs
 from jppo.models import hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
+from jppo.models.freeze import ALL_LEARN, Frozen
 from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.preflight.programs import Estimate, Inspect, ProgramMemory, account, global_size, size
@@ -39,7 +41,7 @@ def sampled_share(c: Training) -> float:
 
 
 def useful_flop(
-    c: Training, cfg: ModelConfig, shape: Sequence[int], adapters: Lora | None, head: bool, count: Any = cost.update
+    c: Training, cfg: ModelConfig, shape: Sequence[int], head: bool, count: Any, *, adapters: Lora | None
 ) -> int:
     """Counts the FLOP that the model needs for rows full of the longest sequences, by `count`, as of a gradient."""
     entries, length = math.prod(shape), min(c.data.longest_row, shape[1])
@@ -88,15 +90,19 @@ def estimate_memory(
 
     def count_flop(program: Program) -> int:
         """Returns the FLOP that the models need for the rows of a program."""
-        counter = cost.forward if program.stage == "scoring" else cost.update
+        scores = program.stage == "scoring"
 
-        def flop_of(cfg: ModelConfig | None, adapters: Lora | None, *, head: bool = True) -> int:
-            rows = program.rows
-            return 0 if cfg is None or rows is None else useful_flop(c, cfg, rows, adapters, head, counter)
+        def flop_of(
+            cfg: ModelConfig | None, adapters: Lora | None, frozen: Frozen = ALL_LEARN, *, head: bool = True
+        ) -> int:
+            rows, counter = program.rows, functools.partial(cost.update, frozen=frozen)
+            if cfg is None or rows is None:
+                return 0
+            return useful_flop(c, cfg, rows, head, cost.forward if scores else counter, adapters=adapters)
 
-        policy = flop_of(inputs.policy, inputs.adapters)
+        policy = flop_of(inputs.policy, inputs.adapters, inputs.frozen)
         if program.model == "critic":
-            return flop_of(inputs.critic, inputs.critic_adapters, head=False)
+            return flop_of(inputs.critic, inputs.critic_adapters, inputs.critic_frozen, head=False)
         if program.model == "reference":
             also_policy = learner.recipe.policy_for_reward(learner.policy(state)) is not None
             return flop_of(inputs.reference, None) + (policy if also_policy else 0)
@@ -113,8 +119,9 @@ def estimate_memory(
     if learner.critic is not None:
         frozen = None if shares_trunk(c, inputs) else learner.critic.base
         parts |= {"critic": size((state.value, frozen)), "critic's optimizer": size(state.value_opt)}
-    if learner.reference is not None and (base is None or learner.reference is not base.params):
-        parts["reference"] = size(learner.reference)
+    if learner.reference is not None:
+        shared = {id(x) for x in jax.tree.leaves(base)}  # with the policy's frozen weights
+        parts["reference"] = size([x for x in jax.tree.leaves(learner.reference) if id(x) not in shared])
     host = {name: parts.pop(name) for name in offloaded_parts(c) if name in parts}
     # The rows of scoring, and two micro-batches of an update: one in use, one being transferred.
     rows = next(program.args[-1] for program in scoring if program.rows == shapes[0])
@@ -127,7 +134,7 @@ def estimate_memory(
 def estimate_one_model(c: Supervised, task: Task, packed: Sequence[Rows], inspect: Inspect | None = None) -> Estimate:
     """Estimates a run that trains one model; `packed` is its largest batch."""
     mesh, shapes = task.mesh, largest_shapes(task.plan)
-    trained = make.sketch_trained(c, mesh, task.cfg, head=task.head, adapters=task.adapters)
+    trained = make.sketch_trained(c, mesh, task.cfg, head=task.head, adapters=task.adapters, frozen=task.frozen)
     trainable, opt = make.make_trainable(c.optim, task.name, task.loss, trained, 1, scaled=c.model.scales_loss)
     learned, now = trained.learned, task.begin(trained.learned, opt, seed=c.trainer.seed)
     rows, by_row = [packing.empty_rows(shape) for shape in shapes], sharding.rows_sharding(mesh)
@@ -141,8 +148,9 @@ def estimate_one_model(c: Supervised, task: Task, packed: Sequence[Rows], inspec
             programs.append(Program("scores", "scoring", task.scores, args, task.name, empty.inputs.shape))
 
     def count_flop(program: Program) -> int:
-        counter = cost.forward if program.stage == "scoring" else cost.update
-        return useful_flop(c, task.cfg, program.rows or (), task.adapters, task.head == "lm", counter)
+        update_flop = functools.partial(cost.update, frozen=task.frozen)
+        counter = cost.forward if program.stage == "scoring" else update_flop
+        return useful_flop(c, task.cfg, program.rows or (), task.head == "lm", counter, adapters=task.adapters)
 
     moments = account_for(programs, shapes, count_flop, masked, inspect)
     parts, host = {"model": size((learned, trainable.base))}, {"optimizer": size(opt)}
@@ -156,15 +164,19 @@ def estimate_one_model(c: Supervised, task: Task, packed: Sequence[Rows], inspec
 
 def stored_models(c: Settings, inputs: ModelConfigs, mesh: Any) -> int:
     """Returns the bytes of a checkpoint: trained weights and optimizers."""
-    policy = stored_model(c, mesh, inputs.policy, inputs.adapters, "lm", "actor")
+    policy = stored_model(c, mesh, inputs.policy, inputs.adapters, "lm", "actor", inputs.frozen)
     if inputs.critic is None:
         return policy
-    return policy + stored_model(c, mesh, inputs.critic, inputs.critic_adapters, "value", "critic")
+    critic = stored_model(c, mesh, inputs.critic, inputs.critic_adapters, "value", "critic", inputs.critic_frozen)
+    return policy + critic
 
 
-def stored_model(c: Training, mesh: Any, cfg: ModelConfig, adapters: Lora | None, head: Head, optimizer: str) -> int:
+def stored_model(
+    c: Training, mesh: Any, cfg: ModelConfig, adapters: Lora | None, head: Head, optimizer: str, frozen: Frozen
+) -> int:
     """Returns the bytes of one model in a checkpoint; `optimizer` is its section of the settings."""
-    trained = make.sketch_trained(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
+    cfg = pad_vocab(cfg, mesh.shape["tensor"])
+    trained = make.sketch_trained(c, mesh, cfg, head=head, adapters=adapters, frozen=frozen)
     tx = optimizer_of(optimizers(c)[optimizer], optimizer, trained.layout, scaled=c.model.scales_loss)
     opt, _ = state.init_optimizer(tx, trained.layout, trained.learned)
     return global_size((trained.learned, opt))

@@ -11,7 +11,7 @@ from jppo.data.prompts import PromptSet, mixture, read_prompts
 from jppo.data.stream import user_order
 from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.errors import UserError, expanded
-from jppo.learner.make import make_adapters, require_optimizers
+from jppo.learner.make import find_frozen, make_adapters, require_optimizers
 from jppo.learner.ppo import ModelConfigs
 from jppo.models import hf
 from jppo.models.config import ModelConfig
@@ -80,6 +80,8 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
         reference=reference,
         adapters=make_adapters(c),
         critic_adapters=make_adapters(c, c.critic) if critic is not None else None,
+        frozen=find_frozen(c, "actor", policy, head="lm"),
+        critic_frozen=find_frozen(c, "critic", critic, head="value"),
         total_steps=total_steps(c, len(train.prompts)),
         prompt_lengths=tuple(len(prompt.ids) for prompt in train.prompts),
         tokenizer=tokenizer,

@@ -20,9 +20,9 @@ from jppo.learner.auto_packing import with_packing
 from jppo.learner.make import Trained
 from jppo.learner.ppo import Learner, ModelConfigs, StepLearner
 from jppo.learner.streams import Start, fold
-from jppo.models import hf, placing
+from jppo.models import hf, params, placing
 from jppo.models.config import ModelConfig, pad_vocab
-from jppo.models.lora import Base
+from jppo.models.lora import COLLECTION, Base
 from jppo.models.params import Head
 from jppo.settings import Loop, Optimizer, Settings, importance_band, parts, rejection_rules
 from jppo.types import Array, Params, TrainState
@@ -313,7 +313,7 @@ def load_models(
     policy = make.load_trained(
         c, mesh, pad_vocab(inputs.policy, mesh.shape["tensor"]), c.model.path, head="lm",
         init="shapes" if sketch else c.model.init, key=fold(key, Start.POLICY), adapters=inputs.adapters,
-        trunk=None if base is None else base.params,
+        frozen=inputs.frozen, trunk=None if base is None else base.params,
     )  # fmt: skip
     policy = make.offload_if(policy, c.actor.param_offload, shared=base is not None)
     if inputs.critic is None:
@@ -326,14 +326,15 @@ def load_models(
     critic = make.load_trained(
         c, mesh, pad_vocab(inputs.critic, mesh.shape["tensor"]), path, head="value",
         init="shapes" if sketch else critic_init(c), key=fold(key, Start.CRITIC), adapters=inputs.critic_adapters,
-        trunk=None if trunk is None else trunk.params,
+        frozen=inputs.critic_frozen, trunk=None if trunk is None else trunk.params,
     )  # fmt: skip
     return policy, make.offload_if(critic, c.critic.param_offload, shared=trunk is not None)
 
 
 def begin_further_state(c: Loop, inputs: ModelConfigs, learner: Learner, seed: int) -> TrainState:
     """Makes the initial state of another set of trained weights, which shares a learner's programs and frozen bases."""
-    bases = learner.actor.base, None if learner.critic is None else learner.critic.base
+    base = None if inputs.adapters is None else learner.actor.base  # frozen parameters alone are no trunk to start from
+    bases = base, None if learner.critic is None or inputs.critic_adapters is None else learner.critic.base
     policy, value = load_models(c, inputs, learner.mesh, seed, bases=bases)
     init_opt = functools.partial(begin_optimizer, c, inputs, learner)
     critic_state = (None, None) if value is None else (value.learned, init_opt("value", value.learned))
@@ -346,11 +347,12 @@ def begin_optimizer(c: Loop, inputs: ModelConfigs, learner: Learner, field: str,
     section: Optimizer
     if field == "policy" or inputs.critic is None:
         head, cfg, adapters, section, name = "lm", learner.cfg, inputs.adapters, c.actor, "actor"
+        frozen = inputs.frozen
     else:
         cfg, adapters = pad_vocab(inputs.critic, learner.mesh.shape["tensor"]), inputs.critic_adapters
-        head, section, name = "value", c.critic, "critic"
+        head, section, name, frozen = "value", c.critic, "critic", inputs.critic_frozen
     if adapters is None:
-        layout = state.model_weights(cfg, learner.mesh, head=head, param_dtype=c.model.param_dtype)
+        layout = state.model_weights(cfg, learner.mesh, head=head, param_dtype=c.model.param_dtype, frozen=frozen)
     else:
         layout = state.adapters(cfg, learner.mesh, adapters, head=head)
     tx = make.optimizer_of(section, name, layout, scaled=c.model.scales_loss)
@@ -380,6 +382,8 @@ def load_reference(c: Loop, mesh: Any, cfg: ModelConfig, policy: Trained, key: j
         init = "shapes" if sketch else "pretrained"
         trained = make.load_trained(c, mesh, cfg, c.ref.path, head="lm", init=init, key=key, adapters=None)
         return make.offload_if(trained, c.ref.param_offload).learned
-    if policy.base is not None:  # LoRA: the loaded base is the reference
+    if policy.base is None:
+        return make.copy_weights(policy.learned, c.ref.param_offload)
+    if COLLECTION in policy.learned:  # LoRA: the loaded base is the reference
         return policy.base.params
-    return make.copy_weights(policy.learned, c.ref.param_offload)
+    return params.merge(policy.base.params, make.copy_weights(policy.learned, c.ref.param_offload))

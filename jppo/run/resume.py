@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Settings that a resume cannot change, and what of the checkpoint depends on them.
 FIXED = dict.fromkeys(("trainer.seed", "data.shuffle", "data.sampler"), "place in the data")
 FIXED |= dict.fromkeys(("critic.value_bins", "critic.value_range", "critic.value_head_std"), "critic's head")
+FIXED |= dict.fromkeys(("actor.freeze", "critic.freeze", "optim.freeze"), "set of learned weights")
 # Start-up settings, whose changes are not reported.
 PASSING = (
     "trainer.run_dir",
@@ -95,7 +96,7 @@ def checksum_of(arrays: Iterable[np.ndarray]) -> int:
 
 
 def frozen_weights(learner: "Learner") -> dict[str, Any]:
-    """Returns the weights read from files at every start: the reference, the bases of adapters."""
+    """Returns the weights read from files at every start: the reference, the bases of adapters, frozen parameters."""
     weights = {
         "ref.path": learner.reference,
         "model.path": None if learner.actor.base is None else learner.actor.base.params,

@@ -18,12 +18,13 @@ from jppo.distributed.hosts import ALONE
 from jppo.errors import expanded
 from jppo.learner import batch, make, packing, sharding, update
 from jppo.learner.loss_scale import SMALLEST, scale_of
-from jppo.learner.make import load_trained, make_adapters, make_trainable, plan_rows
+from jppo.learner.make import find_frozen, load_trained, make_adapters, make_trainable, plan_rows
 from jppo.learner.state import begin_state, remove_padding, scalar, spare_rows
 from jppo.learner.stats import join_stages
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf, hf_write, placing
 from jppo.models.config import ModelConfig
+from jppo.models.freeze import Frozen
 from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.run import loop
@@ -54,6 +55,7 @@ class Task:
     plan: packing.Plan
     cfg: ModelConfig
     adapters: Lora | None
+    frozen: Frozen
     loss: CompiledLoss
     scores: Callable[..., Array] | None = None  # compiled; the pass before a gradient of pairs
     changes: Mapping[str, Any] | None = None  # to the model's config.json
@@ -119,8 +121,9 @@ def read_model(c: Supervised, head: Head, *, weights: bool) -> tuple[dict[str, A
 
 
 def task_fields(
-    c: Supervised, mesh: Any, cfg: ModelConfig, loss: update.Loss, *, examples: int, sequences: int = 1, extra: int = 0
-) -> dict[str, Any]:
+    c: Supervised, mesh: Any, cfg: ModelConfig, loss: update.Loss, *, head: Head, examples: int, sequences: int = 1,
+    extra: int = 0,
+) -> dict[str, Any]:  # fmt: skip
     """Returns the fields of a Task that follow from the settings; an example has so many `sequences`.
 
     `extra` tokens are of a sequence beyond prompt and response.
@@ -131,7 +134,8 @@ def task_fields(
         steps=steps, policy=cfg, extra_tokens=extra,
     )  # fmt: skip
     compiled = CompiledLoss(update.make_accumulate(loss, mesh=mesh, options=options))
-    return dict(mesh=mesh, cfg=cfg, steps=steps, plan=plan, adapters=make_adapters(c), loss=compiled)
+    learned = dict(adapters=make_adapters(c), frozen=find_frozen(c, "optim", cfg, head=head))
+    return dict(head=head, mesh=mesh, cfg=cfg, steps=steps, plan=plan, loss=compiled, **learned)
 
 
 def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) -> dict[str, float]:
@@ -148,8 +152,8 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
             return _last_metrics(run)
         with timer("start"):
             timer.part("the model")
-            options = dict[str, Any](head=task.head, key=jax.random.key(t.seed), adapters=task.adapters)
-            trained = load_trained(c, task.mesh, task.cfg, c.model.path, **options)
+            options = dict[str, Any](head=task.head, adapters=task.adapters, frozen=task.frozen)
+            trained = load_trained(c, task.mesh, task.cfg, c.model.path, key=jax.random.key(t.seed), **options)
             scaled = c.model.scales_loss
             trainable, opt = make_trainable(c.optim, task.name, task.loss, trained, task.steps, scaled=scaled)
             frozen = {} if trained.base is None else {"model.path": trained.base.params}

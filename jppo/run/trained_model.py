@@ -15,7 +15,9 @@ import jax
 from jppo.errors import RunEnded, UserError
 from jppo.learner import sharding, state, streams
 from jppo.learner.ppo import Learner, ModelConfigs
-from jppo.models import hf, hf_write, lora, tensorfile
+from jppo.models import freeze, hf, hf_write, lora, tensorfile
+from jppo.models.config import ModelConfig
+from jppo.models.freeze import ALL_LEARN, Frozen
 from jppo.models.lora import Lora
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
@@ -126,11 +128,14 @@ def policy_of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, d
         except UserError as e:
             raise UserError(f"the run's model.path: {e}, or name another place of it by --base DIR") from e
         adapters = _make_adapters(settings)
+        frozen = _find_frozen(settings, cfg)
         param_dtype = settings["model.param_dtype"]
         weights = state.model_weights(cfg, mesh, head="lm", param_dtype=param_dtype, adapters=adapters)
         parts.update(settings=settings, source=source, cfg=cfg, how=adapters, weights=weights, kind=param_dtype)
-        layout = weights if adapters is None else state.adapters(cfg, mesh, adapters, head="lm")
-        return state.abstract(layout)
+        parts.update(frozen=frozen)
+        if adapters is not None:
+            return state.abstract(state.adapters(cfg, mesh, adapters, head="lm"))
+        return state.abstract(state.model_weights(cfg, mesh, head="lm", param_dtype=param_dtype, frozen=frozen))
 
     restored = restore_field(path, "policy", make_template)
     cfg, adapters, settings = parts["cfg"], parts["how"], parts["settings"]
@@ -146,6 +151,9 @@ def policy_of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, d
     if adapters is not None:
         base_params = _load_base(parts["weights"], parts["source"], settings, restored.meta)
         model = lora.join(model, lora.Base(base_params, adapters.scale))
+    if parts["frozen"]:
+        frozen_params = _load_base(parts["weights"], parts["source"], settings, restored.meta, parts["frozen"])
+        model = lora.join(model, lora.Base(frozen_params))
 
     def write(out: pathlib.Path) -> None:
         hf_write.save_model(out, model, cfg, source=parts["source"], dtype=dtype)
@@ -179,14 +187,26 @@ def _make_adapters(settings: SettingsByName) -> Lora | None:
     return None if rank == 0 else Lora(rank, settings["model.lora_alpha"], targets, base=base)
 
 
-def _load_base(layout: state.ModelLayout, source: str, settings: SettingsByName, meta: dict[str, Any]) -> Params:
-    """Loads the frozen base of adapters; raises UserError if it is not the one that they were trained on."""
+def _find_frozen(settings: SettingsByName, cfg: ModelConfig) -> Frozen:
+    """Finds the parameters of a run's policy that were not learned."""
+    for name in ("actor.freeze", "optim.freeze"):
+        if settings.get(name):  # a run has one of them
+            return freeze.find_frozen(cfg, settings[name], name, head="lm")
+    return ALL_LEARN
+
+
+def _load_base(
+    layout: state.ModelLayout, source: str, settings: SettingsByName, meta: dict[str, Any], frozen: Frozen = ALL_LEARN
+) -> Params:
+    """Loads the base of adapters, or `frozen` parameters; raises UserError if they are not those of the training."""
     key = streams.fold(jax.random.key(settings["trainer.seed"]), streams.Start.POLICY)
     params = state.load_sharded(layout, source, init=settings["model.init"], key=key)
+    if frozen:
+        _, params = freeze.divide(layout.cfg, params, frozen, head="lm")
     checksum = meta.get("frozen", {}).get("model.path")
     if checksum is not None and checksum != checksum_of_all(params):
         raise UserError(
-            f"{source}: its weights differ from the base of the adapters; name the directory of that base by --base DIR"
+            f"{source}: its weights differ from those that were frozen in training; name their directory by --base DIR"
         )
     return params
 

@@ -258,6 +258,11 @@ def _optimizer_rules(config: Common, section: str, optimizer: Optimizer) -> Iter
         )
     critic_rank = optimizer.lora_rank if isinstance(optimizer, Critic) else None
     rank = config.model.lora_rank if critic_rank is None else critic_rank
+    if optimizer.freeze and rank:
+        yield (
+            f"{section}.freeze={optimizer.freeze!r}: with adapters of rank {rank} all weights of the model are frozen;"
+            " leave it empty, or set the rank to 0"
+        )
     if optimizer.master_dtype != "float32" and (config.model.param_dtype == "float32" or rank):
         part = f"adapters of rank {rank} are" if rank else "model.param_dtype='float32' is"
         yield (

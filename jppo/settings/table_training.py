@@ -226,6 +226,8 @@ class Optimizer(Section):
         " parameters keeps a copy", choices=DTYPES)
     moments_dtype: str = setting("float32", "Dtype of the optimizer's moments; bfloat16 is rounded stochastically",
         choices=DTYPES)
+    freeze: str = setting("", "Parameters that keep their initial values: patterns of their Hugging Face names,"
+        " separated by commas, as in *.self_attn.*. '': all are learned")
     optimizer_offload: bool = setting(False, "Optimizer state in host memory between its steps")
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jppo.learner import cost
-from jppo.models import config_reader, lora
+from jppo.models import config_reader, freeze, lora
 
 SHAPE = {
     "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2,
@@ -122,3 +122,17 @@ def test_adapters_of_experts_are_merged_so_that_their_kernels_have_gradients():
     merged = 2 * 4 * 2 * 7 * 8  # the active experts' down in one layer
     expected = 2 * plain + cost.attention(mixture, [4]) + merged + 3 * beside
     assert cost.update(mixture, [4], head_tokens=3, adapters=how) == expected
+
+
+def test_frozen_matrices_save_the_products_of_their_own_gradients():
+    """Of 9 tokens in two layers: attention's 8 by 8 twice and 8 by 4 twice; of 5 tokens the head's 8 by 10."""
+    whole = cost.update(QWEN, [9], head_tokens=5)
+    for patterns, saved in (("*.self_attn.*", 2 * 9 * 2 * (2 * 64 + 2 * 32)), ("lm_head.*", 2 * 5 * 80), ("*norm*", 0)):
+        frozen = freeze.find_frozen(QWEN, patterns, "actor.freeze", head="lm")
+        assert cost.update(QWEN, [9], head_tokens=5, frozen=frozen) == whole - saved
+    config = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=7, shared_expert_intermediate_size=3)
+    cfg = config_reader.parse_config(SHAPE | config | {"model_type": "qwen2_moe"}, path="here")
+    frozen = freeze.find_frozen(cfg, "*.mlp.experts.*", "actor.freeze", head="lm")  # two of five are a token's
+    assert cost.update(cfg, [9], head_tokens=5) - cost.update(cfg, [9], head_tokens=5, frozen=frozen) == (
+        2 * 9 * 2 * 2 * 3 * 8 * 7
+    )

@@ -8,6 +8,7 @@ from jppo.learner import cost, sharding
 from jppo.learner.ppo import Epochs
 from jppo.learner.utilisation import utilisation
 from jppo.models import lora
+from jppo.models.freeze import ALL_LEARN
 from tests.learner.test_cost import QWEN
 
 
@@ -24,7 +25,8 @@ def test_shares_are_of_the_stages_that_took_place(monkeypatch):
 
     both = [some(5, 2), some(9, 4)]
     how = lora.Lora(2, 1.0, ("q_proj",))
-    inputs = types.SimpleNamespace(policy=QWEN, critic=QWEN, adapters=None, critic_adapters=how)
+    learned = dict(adapters=None, critic_adapters=how, frozen=ALL_LEARN, critic_frozen=ALL_LEARN)
+    inputs = types.SimpleNamespace(policy=QWEN, critic=QWEN, **learned)
     monkeypatch.setattr(sharding, "find_peak", lambda *_: sharding.Peak(1e6, ""))
     seconds = {"update_actor": 0.5, "update_critic": 0.25, "old_log_prob": 0.125, "gen": 9.0}
     at = dict(step=0, dtype="float32")

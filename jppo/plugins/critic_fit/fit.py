@@ -48,13 +48,16 @@ def open_fit(c: Settings, samples: Sequence[Logged], epochs: int) -> tuple[Fit, 
     mesh, steps = make.open_mesh(c), epochs * -(-len(samples) // c.sequences_of_step)
     policy, critic, _ = run_make.read_models(c, with_critic=True, with_reference=False)
     adapters = make.make_adapters(c, c.critic)
-    inputs = ModelConfigs(policy=policy, critic=critic, critic_adapters=adapters, total_steps=steps)
+    frozen = make.find_frozen(c, "critic", critic, head="value")
+    inputs = ModelConfigs(
+        policy=policy, critic=critic, critic_adapters=adapters, critic_frozen=frozen, total_steps=steps
+    )
     passes = run_make.make_passes(c, run_make.make_loop_recipe(c), inputs, mesh)
     assert critic is not None and passes.critic is not None
     cfg = pad_vocab(critic, mesh.shape["tensor"])
     trained = make.load_trained(
         c, mesh, cfg, run_make.path_of_critic(c), head="value", init=run_make.critic_init(c),
-        key=fold(jax.random.key(c.trainer.seed), Start.CRITIC), adapters=adapters,
+        key=fold(jax.random.key(c.trainer.seed), Start.CRITIC), adapters=adapters, frozen=frozen,
     )  # fmt: skip
     trained = make.offload_if(trained, c.critic.param_offload)
     loss, scaled = passes.critic, c.model.scales_loss

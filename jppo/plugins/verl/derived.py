@@ -289,3 +289,14 @@ def teacher_fault(key: str, value: Any, get: GetKey) -> str:
             " ref.url=SOURCE=ADDRESS,SOURCE=ADDRESS with the data_source of its rows"
         )
     return ""
+
+
+def frozen(value: Any, get: GetKey) -> str:
+    """Returns critic.freeze for regular expressions that are searched in names of parameters."""
+    patterns = []
+    for text in needed(value or None) if isinstance(value, list | tuple) else [needed(value or None)]:
+        pattern = str(text).strip("^$").replace(r"\.", ".").replace(".*", "*")
+        if re.search(r"[][()|+?{}\\,]", pattern):
+            raise Unsupported("a pattern of critic.freeze has no signs but *, as in *.self_attn.*")
+        patterns.append(re.sub(r"\*+", "*", f"*{pattern}*"))
+    return ",".join(patterns)

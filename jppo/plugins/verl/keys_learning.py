@@ -83,6 +83,9 @@ ALGORITHM = (
     same("algorithm.adv_estimator", "algorithm.adv_estimator", "gae", "adv_estimator"),
     *alike("algorithm", "algorithm", gamma=1.0, lam=1.0, norm_adv_by_std_in_grpo=True, use_kl_in_reward=False,
       kl_penalty="kl"),
+    same("algorithm.lam_critic", "critic.lam", why="of verl's SAO branch"),
+    same("algorithm.length_adaptive_lam_alpha", "algorithm.lam_alpha", why="of verl's SAO branch"),
+    *missing("advantages of gae are always whitened", "algorithm.gae_whiten_advantages", off=(True,)),
     same("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_keys", convert="reward_parts", only=_GDPO,
       why="KEY of a reward function's dict is function_score/KEY, of a rule rule_score/KEY"),
     same("algorithm.gdpo_reward_weights", "algorithm.gdpo_reward_weights", convert="commas", only=_GDPO),
@@ -167,6 +170,9 @@ CRITIC = (
       why="the same; else the actor's"),
     *alike("critic", "critic", ppo_epochs="=A.ppo_epochs", shuffle="=A.shuffle", loss_agg_mode=None,
       loss_scale_factor=None, cliprange_value=0.5),
+    *(same(f"critic.{engine}.freeze_param_patterns", "critic.freeze", convert="frozen",
+        why="of verl's SAO branch; parts of names and .* become patterns with *")
+      for engine in ("fsdp", "veomni")),
     *missing("gae has a critic, the other estimators have none", "critic.enable", off=(True,)),
     *needless("the critic's micro-batches are the actor's, of actor.max_tokens_per_device",
       "critic.ppo_micro_batch_size* critic.ppo_max_token_len_per_gpu critic.forward_micro_batch_size*"

@@ -391,8 +391,8 @@ CONVERSIONS: dict[str, Callable[[Any, GetKey], Any]] = {
     "top_k_unless_greedy": lambda value, get: top_k(unless_greedy(value, get), get),
 }
 _NAMED = (
-    derived.adv_estimator, derived.batch_normalize, derived.loss_mode, derived.old_logprob, derived.rejected,
-    derived.rejection, derived.rollout_is, derived.teacher_clamp, derived.with_weights,
+    derived.adv_estimator, derived.batch_normalize, derived.frozen, derived.loss_mode, derived.old_logprob,
+    derived.rejected, derived.rejection, derived.rollout_is, derived.teacher_clamp, derived.with_weights,
     adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_model,
     cut_prompts, dynamic_tokens, engine, filter_groups, filter_metric, filtering, function, group, in_turns, interval,
     logger_names, master, micro_tokens, model_engine, modules, of_tools, optimizer, param_dtype, quantized,

@@ -30,7 +30,7 @@ from jppo.errors import UserError
 from jppo.learner import make, ppo, sharding
 from jppo.learner.auto_packing import with_packing
 from jppo.learner.batch import Micro
-from jppo.learner.make import make_adapters, open_mesh
+from jppo.learner.make import find_frozen, make_adapters, open_mesh
 from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
@@ -405,6 +405,8 @@ def open_model(
         reference=reference,
         adapters=make_adapters(c),
         critic_adapters=make_adapters(c, c.critic) if critic_config is not None else None,
+        frozen=find_frozen(c, "actor", policy, head="lm"),
+        critic_frozen=find_frozen(c, "critic", critic_config, head="value"),
         total_steps=c.trainer.total_training_steps,
     )
     with contextlib.ExitStack() as stack:

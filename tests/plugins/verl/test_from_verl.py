@@ -42,6 +42,21 @@ def refusal(capsys, *argv: str) -> str:
 
 # What each must come to, by hand from the script, verl's documentation of its defaults and jppo's of its settings.
 EXPECTED = {
+    "sao": {
+        "algorithm.old_logprob": "bypass",
+        "algorithm.rollout_is": "token",
+        "algorithm.rollout_is_threshold": "0.2_4.0",
+        "algorithm.lam_alpha": 1.5,
+        "actor.loss_mode": "gpg",
+        "actor.ppo_epochs": 1,
+        "critic.lam": 1.0,
+        "critic.freeze": "*.self_attn.*",
+        "critic.ppo_epochs": 2,
+        "critic.lr": 5e-6,
+        "critic.lr_warmup_steps": 10,
+        "trainer.critic_warmup": 9,  # verl's N is N - 1 steps
+        "rollout.n": 1,
+    },
     "quickstart": {
         "data.train_files": "/home/me/data/gsm8k/train.parquet",
         "actor.ppo_mini_batch_size": 64,

@@ -40,6 +40,10 @@ def test_every_row_of_a_setting_is_a_key_of_verl():
         "actor_rollout_ref.ref.model.path",
         "critic.optim.init_lr_ratio",
         "actor_rollout_ref.rollout.max_concurrent_requests",
+        "algorithm.lam_critic",  # of verl's SAO branch, as the next three
+        "algorithm.length_adaptive_lam_alpha",
+        "critic.fsdp.freeze_param_patterns",
+        "critic.veomni.freeze_param_patterns",
         "algorithm.gdpo_reward_keys",  # of the dataclass alone, as the next
         "algorithm.gdpo_reward_weights",
         "data.custom_cls.path",

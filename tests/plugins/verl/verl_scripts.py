@@ -14,6 +14,18 @@ FILES = 'data.train_files="$train_files" data.val_files="$test_files" data.train
 NO_OFFLOAD = "actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.optimizer_offload=False"
 
 SCRIPTS = {
+    "sao": f"""
+python3 -m verl.trainer.main_ppo {GSM8K} data.train_batch_size=128 data.max_prompt_length=512 data.max_response_length=512 \\
+ algorithm.adv_estimator=gae algorithm.lam_critic=1.0 algorithm.length_adaptive_lam_alpha=1.5 \\
+ algorithm.gae_whiten_advantages=True algorithm.rollout_correction.bypass_mode=True \\
+ algorithm.rollout_correction.loss_type=reinforce algorithm.rollout_correction.rollout_is=token \\
+ algorithm.rollout_correction.rollout_is_threshold=0.2_4.0 actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode \\
+ actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct actor_rollout_ref.rollout.n=1 actor_rollout_ref.rollout.name=vllm \\
+ actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+ critic.model.path=Qwen/Qwen2.5-0.5B-Instruct critic.optim.lr=5e-6 critic.optim.lr_warmup_steps=10 critic.ppo_epochs=2 \\
+ critic.fsdp.freeze_param_patterns="['.*\\.self_attn\\..*']" critic.ppo_micro_batch_size_per_gpu=4 \\
+ trainer.logger=console trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.critic_warmup=10 trainer.total_epochs=15
+""",
     "quickstart": f"""
 PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
  {GSM8K} data.train_batch_size=256 data.max_prompt_length=512 data.max_response_length=512 \\
