@@ -17,7 +17,7 @@ def chain(
 ) -> dict[str, Any]:
     """Rewards each number that is the number before it, as written, plus the addend; `ground_truth` is START+ADDEND."""
     before, addend = map(int, ground_truth.split("+"))
-    amounts = []
+    amounts = list[float]()
     for number in (piece for piece in solution_str.split(",") if piece.strip()):
         right = number == f"{(before + addend) % 100:02d}" and len(amounts) < STEPS
         amounts.append(float(right) / STEPS)
