@@ -104,6 +104,16 @@ def test_samples_are_read_from_records_and_texts(run):
     assert [logged.fits(talk, *lengths) for lengths in ((2, 4), (1, 4), (2, 3))] == [True, False, False]
 
 
+def test_an_evaluation_is_read_as_text(run):
+    folder = pathlib.Path(run.trainer.run_dir) / "samples"
+    (folder / "step_10.jsonl").unlink()
+    (folder / "step_1.jsonl").rename(folder / "test.jsonl")
+    assert [one.source for one in read(run)] == ["talk", "unknown", "talk"]
+    (folder / "test.jsonl").unlink()
+    with pytest.raises(UserError, match="has neither"):
+        read(run)
+
+
 def test_returns_count_amounts_where_they_are_earned_and_bridge_observations(run):
     """γ = 0.5. The record: 0.5 + γ (0 + γ 1), 0.5, 1. The text earns 0.5 at once and 1.5 at its end.
 
