@@ -121,7 +121,8 @@ def estimate_memory(
         parts |= {"critic": size((state.value, frozen)), "critic's optimizer": size(state.value_opt)}
     if learner.reference is not None:
         shared = {id(x) for x in jax.tree.leaves(base)}  # with the policy's frozen weights
-        parts["reference"] = size([x for x in jax.tree.leaves(learner.reference) if id(x) not in shared])
+        if own := [x for x in jax.tree.leaves(learner.reference) if id(x) not in shared]:
+            parts["reference"] = size(own)
     host = {name: parts.pop(name) for name in offloaded_parts(c) if name in parts}
     # The rows of scoring, and two micro-batches of an update: one in use, one being transferred.
     rows = next(program.args[-1] for program in scoring if program.rows == shapes[0])
