@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # The optional rooms. The core loads one by name (`jppo/plugins/__init__.py`); only commands import them.
 PLUGINS = ("agents", "carriers", "forecast", "judge", "loggers", "report", "reward_models", "sandbox", "sglang")
-PLUGINS += ("tinker", "verl")
+PLUGINS += ("replay", "tinker", "verl")
 NEEDS = {"agents": ("sandbox",), "verl": ("sandbox",)}  # what a plugin imports of others
 
 # A place may import the places of the rows above its own.
@@ -30,7 +30,7 @@ LAYERS = (
     ("rollout",),
     ("rewards",),
     ("plugins.sandbox",),
-    ("samples", *(f"plugins.{name}" for name in PLUGINS if name not in ("sandbox", "forecast", "tinker"))),
+    ("samples", *(f"plugins.{name}" for name in PLUGINS if name not in ("sandbox", "forecast", "replay", "tinker"))),
     (
         "run.tokenizer",
         "run.make",
@@ -45,8 +45,8 @@ LAYERS = (
     ("preflight",),
     ("run",),
     ("train", "sft", "reward_model", "dpo", "evaluate", "sweep", "from_verl", "export", "chat", "serve"),
-    ("doctor", "init", "plugins.forecast", "plugins.tinker"),
-    ("tinker", "report", "plan", "__main__"),
+    ("doctor", "init", "plugins.forecast", "plugins.replay", "plugins.tinker"),
+    ("tinker", "report", "replay", "plan", "__main__"),
 )
 COMMANDS = tuple(place for row in LAYERS[-3:] for place in row if not place.startswith("plugins."))
 LAYER = {place: i for i, row in enumerate(LAYERS, -2) for place in row}  # those below 0 are everybody's
@@ -90,6 +90,7 @@ ONLY_IN = {
     "google": ("jppo.plugins.tinker.requests",),  # protobuf
     "ml_collections": (
         *("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo", "jppo.from_verl"),
+        "jppo.plugins.replay.recompute",
     ),
 }
 BY_VLLM = ONLY_IN["vllm"]  # imported only by vLLM itself
@@ -183,7 +184,7 @@ READERS = (
     *(f"jppo.{command}" for command in COMMANDS),
     *(f"jppo.{room}.make" for room in ("rewards", "rollout", "rollout.servers", "runlog", "samples")),
     *(f"jppo.plugins.{name}.make" for name in ("agents", "judge", "reward_models", "sglang")),
-    *("jppo.plugins.forecast", "jppo.plugins.tinker"),
+    *("jppo.plugins.forecast", "jppo.plugins.replay", "jppo.plugins.tinker"),
     *("jppo.rewards.check", "jppo.plugins.report.page", "jppo.plugins.verl.translate", "jppo.plugins.verl.values"),
     *MAKERS,
 )
