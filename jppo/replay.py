@@ -21,7 +21,7 @@ from jppo.settings import Critic, Settings, parts
 from jppo.settings.options import Options
 
 # Largest relative difference of a machine with other rounding, by compute dtype (docs/replay.md).
-TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.1}
 
 
 def _parser() -> settings.Parser:
@@ -63,6 +63,7 @@ def replay_step(argv: list[str], console: rich.console.Console) -> bool:
     bundle = read_bundle(find_bundle(args.run_dir, args.step))
     config, _ = settings.parse(rest, __doc__ or "", recompute.settings_of(bundle), needs_file=False)
     c = settings.typed(config)
+    other_c = None if args.other is None else other_settings(c, args.other)
     replay = recompute.open_replay(bundle, c)
     tolerance, line = choose_tolerance(replay, bundle, args.tolerance)
 
@@ -78,8 +79,8 @@ def replay_step(argv: list[str], console: rich.console.Console) -> bool:
         say(note)
     if args.sample is not None:
         console.print(tables.sample_table(replay, step, args.sample))
-    if args.other is not None:
-        other = recompute.open_replay(bundle, other_settings(c, args.other))
+    if other_c is not None:
+        other = recompute.open_replay(bundle, other_c)
         other_step = recompute.run_step(other, recompute.read_state(other), rewards)
         for table in tables.algorithm_tables(step, other_step, args.other):
             console.print(table)

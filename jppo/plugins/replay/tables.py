@@ -75,7 +75,7 @@ def sample_table(replay: Replay, step: Recomputed, sample: int) -> rich.table.Ta
     columns = {"log π": new, "old": old, "ratio": ratio}
     columns |= {name: arrays[name][0] for name in ("reward", "kl", "value", "advantage") if name in arrays}
     rows = [
-        [str(k), repr(text)[1:-1]]
+        [str(k), repr(text)[1:-1] or f"[{ids[k]}]"]
         + ([f"{x[k]:.4f}" for x in columns.values()] + ["yes" * bool(clipped[k])] if mask[k] else [])
         for k, text in enumerate(pieces(replay.tokenizer, ids))
     ]
