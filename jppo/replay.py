@@ -59,9 +59,10 @@ def other_settings(c: Settings, spec: str) -> Settings:
 
 def replay_step(argv: list[str], console: rich.console.Console) -> bool:
     """Replays a step and prints the tables; returns whether something differs."""
-    args, rest = _parser().parse_known_args(argv)
+    overrides = [word for word in argv if word.startswith("--config.")]
+    args = _parser().parse_args([word for word in argv if word not in overrides])
     bundle = read_bundle(find_bundle(args.run_dir, args.step))
-    config, _ = settings.parse(rest, __doc__ or "", recompute.settings_of(bundle), needs_file=False)
+    config, _ = settings.parse(overrides, __doc__ or "", recompute.settings_of(bundle), needs_file=False)
     c = settings.typed(config)
     other_c = None if args.other is None else other_settings(c, args.other)
     replay = recompute.open_replay(bundle, c)
@@ -71,6 +72,9 @@ def replay_step(argv: list[str], console: rich.console.Console) -> bool:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     say(f"step {bundle.number} of {args.run_dir}, {line}")
+    if (config_difference := compare.compare_configs(bundle.computed.models, replay.models)) is not None:
+        say(f"{describe(config_difference)}; the weights may not fit, so nothing is recomputed")
+        return True
     rewards, note = recompute.grade(replay)
     step = recompute.run_step(replay, recompute.read_state(replay), rewards)
     results, differences = compare.compare(bundle.computed, step.computed, tolerance)
@@ -84,12 +88,12 @@ def replay_step(argv: list[str], console: rich.console.Console) -> bool:
         other_step = recompute.run_step(other, recompute.read_state(other), rewards)
         for table in tables.algorithm_tables(step, other_step, args.other):
             console.print(table)
-    if differences:
-        d = differences[0]
-        say(f"first difference: {d.stage}: {d.place}: recorded {d.recorded}, recomputed {d.recomputed}")
-    else:
-        say("nothing differs")
+    say(describe(differences[0]) if differences else "nothing differs")
     return bool(differences)
+
+
+def describe(d: compare.Difference) -> str:
+    return f"first difference: {d.stage}: {d.place}: recorded {d.recorded}, recomputed {d.recomputed}"
 
 
 @settings.exit_on_user_error

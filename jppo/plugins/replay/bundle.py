@@ -29,6 +29,7 @@ from jppo.runlog.checkpoint import Checkpoints
 from jppo.types import Batch, Prompt, Reward, TrainState, Trajectory
 
 VALUES = 8  # entries of each array of the updated weights that a bundle has
+CHECKSUM_OF_FROZEN = ", checksum of the frozen weights"
 SHAPELESS = "value_norm"  # the array of a batch without an entry for each sequence
 
 
@@ -90,7 +91,7 @@ def describe_models(models: ModelConfigs, frozen: Mapping[str, int]) -> dict[str
     """Returns the fields of the models' configs by name, and the checksums of weights that no step changes."""
     configs = {name: getattr(models, name) for name in ("policy", "critic", "reference")}
     fields = {f"{name}.{k}": repr(v) for name, cfg in configs.items() if cfg is not None for k, v in vars(cfg).items()}
-    return fields | {f"frozen weights of {name}, checksum": str(checksum) for name, checksum in frozen.items()}
+    return fields | {f"{name}{CHECKSUM_OF_FROZEN}": str(checksum) for name, checksum in frozen.items()}
 
 
 def reward_arrays(rewards: Sequence[Reward]) -> dict[str, np.ndarray]:

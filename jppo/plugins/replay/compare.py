@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jppo.learner.views import COLUMN, PART, STATISTIC
-from jppo.plugins.replay.bundle import Computed
+from jppo.plugins.replay.bundle import CHECKSUM_OF_FROZEN, Computed
 
 # The stages of a step, in order, with the arrays of the batch that belong to each.
 STAGES: dict[str, tuple[str, ...]] = {
@@ -51,6 +51,14 @@ class StageResult:
     count: int  # of numbers; 0: the step has no such stage
     first: Difference | None  # None: no number differs by more than the tolerance
     largest: float  # difference, relative to the largest number of its array; infinite for texts and integers
+
+
+def compare_configs(recorded: Mapping[str, str], current: Mapping[str, str]) -> Difference | None:
+    """Returns the first field of the models' configs that differs, with which no weights may fit."""
+    for name, old in recorded.items():
+        if name in current and current[name] != old and not name.endswith(CHECKSUM_OF_FROZEN):
+            return Difference("model", name, old, current[name])
+    return None
 
 
 def compare(

@@ -1,6 +1,7 @@
 """Replays of recorded steps: equal to the bit where nothing changed, and each fault at the first stage it touches."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -23,7 +24,7 @@ from tests.make import one_line, read_lines, write_weights
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SCORE = "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) / 4"
-FIRST = re.compile(r"first difference: ([^:]+): (.+): recorded (\S+), recomputed (\S+)")
+FIRST = re.compile(r"first difference: ([^:]+): (.+): recorded (\S+), recomputed ([^\s;]+)")
 
 
 def replayed(run, *words):
@@ -82,11 +83,50 @@ def run(recorded, tmp_path):
     return pathlib.Path(shutil.copytree(recorded / "run/replay", tmp_path / "run/replay")).parent
 
 
-def test_a_step_is_recomputed_to_the_bit(run):
-    differs, text = replayed(run, "--step=2", "--sample=1", "--with=reinforce_plus_plus")
+def table_rows(text, heading):
+    """The cells of each row of the printed table that begins with this heading."""
+    lines = text[text.index(f"  {heading}  ") :].splitlines()[2:]
+    return [line.split() for line in itertools.takewhile(str.strip, lines)]
+
+
+def test_a_step_is_recomputed_to_the_bit_and_a_sample_is_printed_by_token(run):
+    differs, text = replayed(run, "--step=2", "--sample=1")
     assert not differs and "every number must be equal" in text
     for stage in compare.STAGES:
         assert re.search(rf"^\s*{stage} +same +\d", text, re.MULTILINE), stage
+    with np.load(run / "replay/step_2/batch.npz") as file:
+        data = {name: file[name][1] for name in file.files if file[name].ndim == 2}
+    rows = table_rows(text, "token")
+    assert len(rows) == data["mask"].sum() > 0
+    for k, row in enumerate(rows):
+        new, old, ratio, reward, kl, value, advantage = map(float, row[2:9])
+        expected = [data[name][k] for name in ("old_logprob", "reward", "value", "advantage")]
+        assert [old, reward, value, advantage] == pytest.approx(expected, abs=6e-5)
+        assert kl == pytest.approx(data["old_logprob"][k] - data["ref_logprob"][k], abs=6e-5)
+        assert ratio == pytest.approx(np.exp(new - old), abs=3e-4)
+        assert (row[9:] == ["yes"]) == (ratio > 1.2 if advantage > 0 else ratio < 0.8)
+    assert any(abs(float(row[4]) - 1) > 1e-3 for row in rows), "the update has moved the policy"
+
+
+def test_another_algorithm_is_computed_on_the_same_samples(run):
+    """REINFORCE++: the sum of the rewards to come, whitened over the batch."""
+    differs, text = replayed(run, "--with=reinforce_plus_plus")
+    assert not differs
+    with np.load(run / "replay/step_2/batch.npz") as file:
+        mask, reward, advantage = (file[name] for name in ("mask", "reward", "advantage"))
+    returns = np.where(mask, np.cumsum(reward[:, ::-1], axis=1)[:, ::-1], 0.0)
+    whitened = (returns - returns[mask].mean()) / returns[mask].std()
+    means = [[x[i][mask[i]].mean() for i in range(4)] for x in (advantage, whitened)]
+    rows = np.array(table_rows(text, "sample"), float)
+    np.testing.assert_allclose(rows[:, 2], means[0], atol=6e-5)
+    np.testing.assert_allclose(rows[:, 3] / means[1], (rows[:, 3] / means[1])[0], rtol=1e-3)
+    numbers = [
+        float(x)
+        for x in re.search(r"gradient norm +([\d.]+) +([\d.]+)", text.partition("recorded algorithm")[2]).groups()
+    ]
+    assert numbers[0] != numbers[1] and -1 < float(re.search(r"cosine .* ([\d.-]+)", text)[1]) < 0.9999
+    same = replayed(run, "--with=gae")[1]
+    assert float(re.search(r"cosine of the two gradients +([\d.]+)", same)[1]) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -133,7 +173,7 @@ def test_another_reference_is_named_as_the_model(recorded, run, tmp_path):
     model = shutil.copytree(recorded / "model", tmp_path / "model")
     write_weights(model, seed=6)
     found = first_difference(run, f"--config.model.path={model}")
-    assert found[:2] == ("model", "frozen weights of ref.path, checksum")
+    assert found[:2] == ("model", "ref.path, checksum of the frozen weights")
 
 
 RUNS = {
@@ -190,3 +230,20 @@ def test_what_is_not_recorded_is_said_in_one_line(run, capsys):
     assert "has no recorded step; train with trainer.replay_steps=3" in said
     said = one_line(capsys, replay.main, run, "--sample=9")
     assert "the step has 4 sequences, from 0 to 3" in said
+
+
+def test_a_model_of_another_shape_is_named_as_the_model(recorded, run, tmp_path):
+    model = shutil.copytree(recorded / "model", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8}))
+    found = first_difference(run, f"--config.model.path={model}", "--config.model.init=random")
+    assert found == ("model", "policy.num_heads", "4", "8")
+
+
+def test_a_step_that_cannot_be_written_ends_no_run(small_run, capfd):
+    run = pathlib.Path(small_run.trainer.run_dir)
+    run.mkdir()
+    (run / "replay").write_text("a file in its place")
+    record(small_run, {})
+    assert len(read_lines(run / "metrics.jsonl")) == 3
+    assert "step 2 is not recorded (NotADirectoryError" in capfd.readouterr().out.replace("\n", " ")
