@@ -9,9 +9,8 @@ weights to the engine (`rollout/publish.py`), test, log, save. `run/loop.py` rep
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import settings
@@ -130,7 +129,7 @@ def gather_episodes(
     return with_branches(episodes, run.reward_sum.earned), metrics
 
 
-def make_batch(c: Settings, learner: StepLearner, episodes: Episodes, columns: Mapping[str, np.ndarray]) -> Batch:
+def make_batch(c: Settings, learner: StepLearner, episodes: Episodes, columns: dict[str, Any]) -> Batch:
     """Returns the flat batch of a step's episodes; `columns` are those of the memory, by name."""
     recipe = learner.recipe
     return batch.flatten(

@@ -201,7 +201,7 @@ def _prepare_host(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> _Ho
     timer, t = Timers(), c.trainer
     steps = settings.parse_steps(t.profile_steps, "trainer.profile_steps")
     settings.check_within(steps, inputs.total_steps, f"trainer.profile_steps={t.profile_steps!r}")
-    record = make_recorder(c, hosts, inputs.total_steps)
+    record = make_recorder(c, hosts.count, inputs.total_steps)
     output_folder = folder / "val_only" if t.val_only else folder  # leaves the run's own files unchanged
     hosts.together(lambda: stack.enter_context(own(output_folder)) if hosts.first else None)
     watch = Watch(

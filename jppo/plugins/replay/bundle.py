@@ -125,38 +125,37 @@ def weight_values(learner: Learner, now: TrainState) -> dict[str, list[float]]:
     return values
 
 
-class Writer:
-    """Writes a bundle in two parts: before the updates of a step, and after them."""
+def begin_bundle(folder: pathlib.Path, learner: Learner, now: TrainState, samples: Samples) -> None:
+    """Writes what a step read, to a folder `.new`; OSError, TypeError or NonFinite for what cannot be written."""
+    new, baseline = _unfinished(folder), samples.baseline
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    content = {
+        "prompts": [vars(prompt) | {"ids": prompt.ids.tolist()} for prompt in samples.prompts],
+        "trajectories": trajectories.serialise(samples.trajectories),
+        "rewards": list(map(dataclasses.asdict, samples.rewards)),
+        "baseline": None if baseline is None else list(map(dataclasses.asdict, baseline)),
+    }
+    (new / "samples.json").write_text(json.dumps(content, default=_as_list))
+    with Checkpoints(new / "state", keep=1) as checkpoints:
+        checkpoints.save(int(now.step), state.remove_padding(now, learner.spare()), {})
+        checkpoints.wait()
+        if checkpoints.latest() is None:
+            raise OSError("its state is not written")
 
-    def __init__(self, folder: pathlib.Path):
-        self.folder, self._new = folder, folder.with_name(f"{folder.name}.new")
 
-    def begin(self, learner: Learner, now: TrainState, samples: Samples) -> None:
-        """Writes what the step read; OSError, TypeError or NonFinite for what cannot be written."""
-        shutil.rmtree(self._new, ignore_errors=True)
-        self._new.mkdir(parents=True)
-        baseline = samples.baseline
-        content = {
-            "prompts": [vars(prompt) | {"ids": prompt.ids.tolist()} for prompt in samples.prompts],
-            "trajectories": trajectories.serialise(samples.trajectories),
-            "rewards": list(map(dataclasses.asdict, samples.rewards)),
-            "baseline": None if baseline is None else list(map(dataclasses.asdict, baseline)),
-        }
-        (self._new / "samples.json").write_text(json.dumps(content, default=_as_list))
-        with Checkpoints(self._new / "state", keep=1) as checkpoints:
-            checkpoints.save(int(now.step), state.remove_padding(now, learner.spare()), {})
-            checkpoints.wait()
-            if checkpoints.latest() is None:
-                raise OSError("its state is not written")
+def end_bundle(folder: pathlib.Path, about: dict[str, Any], computed: Computed) -> None:
+    """Writes what the step computed, and gives the folder its name."""
+    new = _unfinished(folder)
+    np.savez_compressed(new / "batch.npz", **computed.batch)  # type: ignore[arg-type]
+    fields = {name: value for name, value in vars(computed).items() if name != "batch"}
+    (new / "about.json").write_text(json.dumps(about | {"computed": fields}, default=_as_list))
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
 
-    def end(self, about: dict[str, Any], computed: Computed) -> None:
-        """Writes what the step computed, and gives the folder its name."""
-        np.savez_compressed(self._new / "batch.npz", **computed.batch)  # type: ignore[arg-type]
-        fields = {name: value for name, value in vars(computed).items() if name != "batch"}
-        text = json.dumps(about | {"computed": fields}, default=_as_list)
-        (self._new / "about.json").write_text(text)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._new.rename(self.folder)
+
+def _unfinished(folder: pathlib.Path) -> pathlib.Path:
+    return folder.with_name(f"{folder.name}.new")
 
 
 def _as_list(x: Any) -> Any:
@@ -188,22 +187,15 @@ def read_bundle(folder: pathlib.Path) -> Bundle:
             arrays = {name: file[name] for name in file.files}
         computed = about.pop("computed")
         computed["rewards"] = {name: np.array(x) for name, x in computed["rewards"].items()}
-        return Bundle(
-            folder=folder, **about, samples=_read_samples(samples), computed=Computed(batch=arrays, **computed)
+        prompts = [Prompt(**row | {"ids": np.array(row["ids"], np.int32)}) for row in samples["prompts"]]
+        rewards, baseline = (
+            None if rows is None else [*map(trajectories.reward_of, rows)]
+            for rows in (samples["rewards"], samples["baseline"])
         )
+        graded = Samples(prompts, trajectories.deserialise(samples["trajectories"]), rewards or [], baseline)
+        return Bundle(folder=folder, **about, samples=graded, computed=Computed(batch=arrays, **computed))
     except (OSError, ValueError, KeyError, TypeError, zlib.error) as e:
         raise UserError(f"{folder} is no readable bundle ({type(e).__name__}: {e}); record the step again") from e
-
-
-def _read_samples(content: Mapping[str, Any]) -> Samples:
-    prompts = [Prompt(**row | {"ids": np.array(row["ids"], np.int32)}) for row in content["prompts"]]
-    baseline = content["baseline"]
-    return Samples(
-        prompts,
-        trajectories.deserialise(content["trajectories"]),
-        [trajectories.reward_of(row) for row in content["rewards"]],
-        None if baseline is None else [trajectories.reward_of(row) for row in baseline],
-    )
 
 
 def state_folder(bundle: Bundle) -> pathlib.Path:

@@ -89,15 +89,13 @@ def _list_pairs(a: Computed, b: Computed) -> Iterator[tuple[str, str, Any, Any]]
             yield "model", name, a.models[name], b.models[name]
     batch = {name: (old, new) for name, old, new in _join(a.batch, b.batch)}
     stage_of = {name: stage for stage, names in STAGES.items() for name in names}
-    for name in batch:
-        if name not in stage_of:
-            stage_of[name] = next(stage for prefix, stage in PREFIXES.items() if name.startswith(prefix))
-    for stage, names in STAGES.items():
+    ordered = [*(name for name in stage_of if name in batch), *(name for name in batch if name not in stage_of)]
+    for name in ordered[len(batch.keys() & stage_of.keys()) :]:
+        stage_of[name] = next((stage for prefix, stage in PREFIXES.items() if name.startswith(prefix)), "advantages")
+    for stage in STAGES:
         if stage == "rewards":
             yield from ((stage, *pair) for pair in _join(a.rewards, b.rewards))
-        for name in (*names, *(name for name in batch if name not in names)):
-            if name in batch and stage_of[name] == stage:
-                yield stage, name, *batch[name]
+        yield from ((stage, name, *batch[name]) for name in ordered if stage_of[name] == stage)
     yield from _list_updates(a.updates, b.updates)
     for name, old, new in _join(a.weights, b.weights):
         if old is None or new is None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -68,38 +67,30 @@ def settings_of(bundle: Bundle) -> ConfigDict:
     unknown = [name for name in saved if name not in known and not name.startswith(PREFIX)]
     if unknown:
         raise UserError(f"{bundle.folder} has {unknown[0]}, no setting of this version; use the version of the run")
-    _set_values(config, {name: value for name, value in saved.items() if name in known})
-    read = settings.without_unread(table.sections(config, Settings), ())
-    _set_values(config, {name: value for name, value in settings.by_name(read).items() if name in known})
+    config.update_from_flattened_dict({name: saved[name] for name in known if name in saved})
+    read = settings.by_name(settings.without_unread(table.sections(config, Settings), ()))
+    config.update_from_flattened_dict({name: read[name] for name in known})
     with config.algorithm.options.unlocked():
         config.algorithm.options.update(bundle.settings["algorithm"]["options"])
     return config
 
 
-def _set_values(config: ConfigDict, values: Mapping[str, Any]) -> None:
-    """Sets settings by their dotted names."""
-    for name, value in values.items():
-        *sections, leaf = name.split(".")
-        node = config
-        for section in sections:
-            node = node[section]
-        node[leaf] = value
+def read_models(c: Settings, bundle: Bundle) -> ModelConfigs:
+    """Reads the configs of the models that the settings need; no weights."""
+    policy, critic, reference = read_models_of_run(c, weights=False)
+    critic_adapters = None if critic is None else make.make_adapters(c, c.critic)
+    return ModelConfigs(
+        policy=policy, critic=critic, reference=reference, adapters=make.make_adapters(c),
+        critic_adapters=critic_adapters, total_steps=bundle.total_steps,
+    )  # fmt: skip
 
 
 def open_replay(bundle: Bundle, c: Settings) -> Replay:
     """Makes models and passes as the run did; reads weights only where the step reads some that no step changes."""
-    policy, critic, reference = read_models_of_run(c, weights=False)
-    models = ModelConfigs(
-        policy=policy,
-        critic=critic,
-        reference=reference,
-        adapters=make.make_adapters(c),
-        critic_adapters=None if critic is None else make.make_adapters(c, c.critic),
-        total_steps=bundle.total_steps,
-    )
-    tokenizer = read_tokenizer(c, *(cfg for cfg in (policy, critic, reference) if cfg is not None))
+    models = read_models(c, bundle)
+    tokenizer = read_tokenizer(c, *(cfg for cfg in (models.policy, models.critic, models.reference) if cfg is not None))
     mesh = make.open_mesh(c)
-    reads_weights = reference is not None or models.adapters is not None or models.critic_adapters is not None
+    reads_weights = models.reference is not None or models.adapters is not None or models.critic_adapters is not None
     learner, _ = make_learner(c, models, mesh, sketch=not reads_weights)
     frozen = resume.run_identity(c, mesh, data={}, frozen=resume.frozen_weights(learner))
     return Replay(
@@ -111,34 +102,20 @@ def open_replay(bundle: Bundle, c: Settings) -> Replay:
 def read_state(replay: Replay) -> TrainState:
     """Reads the state before the step. Its structure is that of the recorded algorithm, also for another one."""
     c, bundle, mesh = replay.c, replay.bundle, replay.learner.mesh
-    recorded = settings.typed(settings_of(bundle))
-    same_state = dataclasses.replace(c, algorithm=recorded.algorithm)
-    policy, critic, _ = read_models_of_run(same_state, weights=False)
-    models = ModelConfigs(
-        policy=policy,
-        critic=critic,
-        adapters=make.make_adapters(c),
-        critic_adapters=None if critic is None else make.make_adapters(c, c.critic),
-        total_steps=bundle.total_steps,
-    )
-    like_learner, like = make_learner(same_state, models, mesh, sketch=True)
-    spare = like_learner.spare()
-    if spare:  # shapes have no padding to remove
-        like_learner, like = make_learner(same_state, models, mesh)
+    recorded = dataclasses.replace(c, algorithm=settings.typed(settings_of(bundle)).algorithm)
+    models = dataclasses.replace(read_models(recorded, bundle), reference=None)
+    like_learner, like = make_learner(recorded, models, mesh, sketch=True)
+    if spare := like_learner.spare():  # shapes have no padding to remove
+        _, like = make_learner(recorded, models, mesh)
     now: TrainState = restore(bundles.state_folder(bundle), state.remove_padding(like, spare)).state
     now = state.restore_padding(now, spare, like)
+    if c.algorithm.kl_ctrl_type == "fixed":  # the settings' coefficient, as a resumed run has
+        now = dataclasses.replace(now, kl_coef=state.scalar(c.algorithm.kl_coef, now.kl_coef))
     if not wants_critic(c):
-        return _with_fixed_kl(c, dataclasses.replace(now, value=None, value_opt=None))
+        return dataclasses.replace(now, value=None, value_opt=None)
     if now.value is None:
         raise UserError("the algorithm reads values, and the recorded step has no critic; take one that reads none")
-    return _with_fixed_kl(c, now)
-
-
-def _with_fixed_kl(c: Settings, now: TrainState) -> TrainState:
-    """Returns the state with the settings' KL coefficient, unless a controller adapts it; as a resumed run does."""
-    if c.algorithm.kl_ctrl_type != "fixed":
-        return now
-    return dataclasses.replace(now, kl_coef=state.scalar(c.algorithm.kl_coef, now.kl_coef))
+    return now
 
 
 def grade(replay: Replay) -> tuple[list[Reward], str]:
@@ -172,9 +149,8 @@ def run_step(replay: Replay, now: TrainState, rewards: list[Reward]) -> Recomput
     micros = batch.pack_micros(data, episodes.trajectories, plan=learner.plan, mesh=learner.mesh)
     data = ppo.score_batch(learner, now, data, micros, timers)
     if c.ref.url:  # the log-probs that servers gave
-        recorded = bundle.computed.batch["ref_logprob"]
-        padding = ((0, len(data.mask) - len(recorded)), (0, 0))
-        data = data.with_arrays(ref_logprob=np.pad(recorded, padding))
+        padding = (0, len(data.mask) - len(episodes.trajectories)), (0, 0)
+        data = data.with_arrays(ref_logprob=np.pad(bundle.computed.batch["ref_logprob"], padding))
     data, metrics = ppo.with_advantages(learner.passes, data, now.kl_coef, learner.mesh, now.value_norm)
     value_norm = None if now.value_norm is None else np.asarray(now.value_norm)
     rows, gradients = list[dict[str, Any]](), dict[str, Any]()

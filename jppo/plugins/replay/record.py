@@ -1,14 +1,15 @@
 """Records steps of a run: bundles of what a step read, and of what it computed."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.learner.ppo import StepLearner
 from jppo.learner.trainable import Trainable
 from jppo.plugins.replay import bundle
-from jppo.plugins.replay.bundle import Computed, Samples, Writer
+from jppo.plugins.replay.bundle import Computed, Samples
 from jppo.run.recording import Recorder, Recording
 from jppo.runlog.checkpoint import NonFinite
 from jppo.runlog.checkpoint_arrays import checksum_of_all
@@ -43,8 +44,13 @@ def update_row(name: str, carry: Any, params: Any, stats: dict[str, Any]) -> dic
     return row | {"checksum of the weights": str(checksum_of_all(params))}
 
 
-def make_recorder(steps: Collection[int]) -> Recorder:
-    """Makes the recorder of these steps. A step that cannot be written is noted, and the run continues."""
+def make_recorder(spec: str, hosts: int, total_steps: int) -> Recorder:
+    """Makes the recorder of steps such as '3,5-7'. A step that cannot be written is noted, and the run continues."""
+    name = f"trainer.replay_steps={spec!r}"
+    steps = settings.parse_steps(spec, "trainer.replay_steps")
+    settings.check_within(steps, total_steps, name)
+    if hosts > 1:
+        raise UserError(f"{name} is for one host, and this run has {hosts}; leave it empty")
 
     def record(
         run: "Run",
@@ -56,10 +62,10 @@ def make_recorder(steps: Collection[int]) -> Recorder:
     ) -> Recording:
         """Writes what the step read, if it is one of the steps; `data` has its advantages."""
         number = int(now.step) + 1
-        if number not in steps:
+        if not any(number in part for part in steps):
             return Recording(run.learner)
         graded = Samples(samples.prompts, samples.trajectories, rewards, baseline)
-        writer, rows = Writer(run.folder / "replay" / f"step_{number}"), list[dict[str, Any]]()
+        folder, rows = run.folder / "replay" / f"step_{number}", list[dict[str, Any]]()
 
         def end(after: TrainState, metrics: dict[str, float]) -> None:
             computed = Computed(
@@ -78,11 +84,10 @@ def make_recorder(steps: Collection[int]) -> Recorder:
                 "tool_rewards": agent is not None and agent.rewards,
                 "machine": bundle.describe_machine(run.learner.mesh, run.origin["versions"]),
             }
-            writer.end(about, computed)
-            run.logger.note(f"step {number} is recorded in {writer.folder}; jppo replay recomputes it")
+            bundle.end_bundle(folder, about, computed)
+            run.logger.note(f"step {number} is recorded in {folder}; jppo replay recomputes it")
 
-        begun = _write(run, number, lambda: writer.begin(run.learner, now, graded))
-        if not begun:
+        if not _write(run, number, lambda: bundle.begin_bundle(folder, run.learner, now, graded)):
             return Recording(run.learner)
         learner = observed(run.learner, lambda *update: rows.append(update_row(*update)))
         return Recording(learner, lambda *after: _write(run, number, lambda: end(*after)))
