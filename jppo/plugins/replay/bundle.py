@@ -196,8 +196,3 @@ def read_bundle(folder: pathlib.Path) -> Bundle:
         return Bundle(folder=folder, **about, samples=graded, computed=Computed(batch=arrays, **computed))
     except (OSError, ValueError, KeyError, TypeError, zlib.error) as e:
         raise UserError(f"{folder} is no readable bundle ({type(e).__name__}: {e}); record the step again") from e
-
-
-def state_folder(bundle: Bundle) -> pathlib.Path:
-    """Returns the checkpoint of the state before the step."""
-    return bundle.folder / "state" / str(bundle.number - 1)

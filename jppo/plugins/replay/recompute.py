@@ -20,9 +20,9 @@ from jppo.plugins.replay.record import observed, update_row
 from jppo.rewards.make import make_reward_sum, plan_parts
 from jppo.rewards.parts import RewardSum, sample_of
 from jppo.run import resume
-from jppo.run.make import make_learner, read_models_of_run, wants_critic
+from jppo.run.make import make_learner, read_models_of_run
 from jppo.run.tokenizer import read_tokenizer
-from jppo.runlog.checkpoint_arrays import restore
+from jppo.runlog.checkpoint_arrays import restore_field
 from jppo.runlog.timers import Timers
 from jppo.samples.make import mark_stale
 from jppo.samples.queue import StepSamples
@@ -40,6 +40,7 @@ class Replay:
     bundle: Bundle
     tokenizer: Any
     learner: StepLearner
+    begin: TrainState  # before the first step, or its shapes
     models: dict[str, str]  # as in `Computed`
     machine: dict[str, str]
 
@@ -75,47 +76,42 @@ def settings_of(bundle: Bundle) -> ConfigDict:
     return config
 
 
-def read_models(c: Settings, bundle: Bundle) -> ModelConfigs:
-    """Reads the configs of the models that the settings need; no weights."""
-    policy, critic, reference = read_models_of_run(c, weights=False)
-    critic_adapters = None if critic is None else make.make_adapters(c, c.critic)
-    return ModelConfigs(
-        policy=policy, critic=critic, reference=reference, adapters=make.make_adapters(c),
-        critic_adapters=critic_adapters, total_steps=bundle.total_steps,
-    )  # fmt: skip
-
-
 def open_replay(bundle: Bundle, c: Settings) -> Replay:
     """Makes models and passes as the run did; reads weights only where the step reads some that no step changes."""
-    models = read_models(c, bundle)
-    tokenizer = read_tokenizer(c, *(cfg for cfg in (models.policy, models.critic, models.reference) if cfg is not None))
-    mesh = make.open_mesh(c)
-    reads_weights = models.reference is not None or models.adapters is not None or models.critic_adapters is not None
-    learner, _ = make_learner(c, models, mesh, sketch=not reads_weights)
-    frozen = resume.run_identity(c, mesh, data={}, frozen=resume.frozen_weights(learner))
-    return Replay(
-        c, bundle, tokenizer, learner, bundles.describe_models(models, frozen["frozen"]),
-        bundles.describe_machine(mesh, frozen["versions"]),
+    policy, critic, reference = read_models_of_run(c, weights=False)
+    adapters, critic_adapters = make.make_adapters(c), None if critic is None else make.make_adapters(c, c.critic)
+    models = ModelConfigs(
+        policy=policy, critic=critic, reference=reference, adapters=adapters, critic_adapters=critic_adapters,
+        total_steps=bundle.total_steps,
     )  # fmt: skip
+    tokenizer = read_tokenizer(c, *(cfg for cfg in (policy, critic, reference) if cfg is not None))
+    mesh = make.open_mesh(c)
+    reads_weights = any(part is not None for part in (reference, adapters, critic_adapters))
+    learner, begin = make_learner(c, models, mesh, sketch=not reads_weights)
+    if learner.spare() and not reads_weights:  # shapes have no padding to remove
+        learner, begin = make_learner(c, models, mesh)
+    identity = resume.run_identity(c, mesh, data={}, frozen=resume.frozen_weights(learner))
+    described = bundles.describe_models(models, identity["frozen"])
+    machine = bundles.describe_machine(mesh, identity["versions"])
+    return Replay(c, bundle, tokenizer, learner, begin, described, machine)
 
 
 def read_state(replay: Replay) -> TrainState:
-    """Reads the state before the step. Its structure is that of the recorded algorithm, also for another one."""
-    c, bundle, mesh = replay.c, replay.bundle, replay.learner.mesh
-    recorded = dataclasses.replace(c, algorithm=settings.typed(settings_of(bundle)).algorithm)
-    models = dataclasses.replace(read_models(recorded, bundle), reference=None)
-    like_learner, like = make_learner(recorded, models, mesh, sketch=True)
-    if spare := like_learner.spare():  # shapes have no padding to remove
-        _, like = make_learner(recorded, models, mesh)
-    now: TrainState = restore(bundles.state_folder(bundle), state.remove_padding(like, spare)).state
-    now = state.restore_padding(now, spare, like)
-    if c.algorithm.kl_ctrl_type == "fixed":  # the settings' coefficient, as a resumed run has
-        now = dataclasses.replace(now, kl_coef=state.scalar(c.algorithm.kl_coef, now.kl_coef))
-    if not wants_critic(c):
-        return dataclasses.replace(now, value=None, value_opt=None)
-    if now.value is None:
+    """Reads the state before the step; UserError for a critic that was not recorded."""
+    c, begin, spare = replay.c, replay.begin, replay.learner.spare()
+    if begin.value is not None and "value" not in replay.bundle.computed.batch:
         raise UserError("the algorithm reads values, and the recorded step has no critic; take one that reads none")
-    return now
+    folder = replay.bundle.folder / "state" / str(replay.bundle.number - 1)
+    fields = {
+        name: restore_field(folder, name, lambda _, like=like: like).state  # type: ignore[misc]
+        for name, like in vars(state.remove_padding(begin, spare)).items()
+        if like is not None
+    }
+    now = state.restore_padding(dataclasses.replace(begin, **fields), spare, begin)
+    if c.algorithm.kl_ctrl_type != "fixed":
+        return now
+    kl_coef = state.scalar(c.algorithm.kl_coef, now.kl_coef)  # the settings' coefficient, as a resumed run has
+    return dataclasses.replace(now, kl_coef=kl_coef)
 
 
 def grade(replay: Replay) -> tuple[list[Reward], str]:
