@@ -126,7 +126,7 @@ def weight_values(learner: Learner, now: TrainState) -> dict[str, list[float]]:
 
 
 def begin_bundle(folder: pathlib.Path, learner: Learner, now: TrainState, samples: Samples) -> None:
-    """Writes what a step read, to a folder `.new`; OSError, TypeError or NonFinite for what cannot be written."""
+    """Writes what a step read, to a folder `.new`."""
     new, baseline = _unfinished(folder), samples.baseline
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)

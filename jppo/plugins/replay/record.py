@@ -11,7 +11,6 @@ from jppo.learner.trainable import Trainable
 from jppo.plugins.replay import bundle
 from jppo.plugins.replay.bundle import Computed, Samples
 from jppo.run.recording import Recorder, Recording
-from jppo.runlog.checkpoint import NonFinite
 from jppo.runlog.checkpoint_arrays import checksum_of_all
 from jppo.samples.queue import StepSamples
 from jppo.types import Batch, Reward, TrainState
@@ -100,7 +99,7 @@ def _write(run: "Run", number: int, write: Callable[[], None]) -> bool:
     try:
         with run.timer("save"):
             write()
-    except (OSError, TypeError, NonFinite) as e:
+    except Exception as e:  # orbax raises anything
         run.logger.note(f"step {number} is not recorded ({type(e).__name__}: {e}); the run continues")
         return False
     return True

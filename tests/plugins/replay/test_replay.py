@@ -13,7 +13,9 @@ import pytest
 import rich.console
 
 from jppo import replay, settings, train
+from jppo.errors import UserError
 from jppo.plugins.replay import compare
+from jppo.plugins.replay.record import make_recorder
 from jppo.rewards import graders
 from jppo.rollout.servers import make as rollout
 from jppo.runlog.trajectories import deserialise, serialise
@@ -221,6 +223,18 @@ def test_runs_of_every_kind_are_recomputed_to_the_bit(small_run, tmp_path, monke
     with np.load(run / "replay/step_2/batch.npz") as file:
         kinds = {"grpo": "ref_logprob", "async": "weight", "lora": "ref_logprob", "mixture": "value"}
         assert np.abs(file[kinds[kind]]).max() > 0 and np.abs(file["advantage"]).max() > 0
+
+
+@pytest.mark.parametrize(
+    "hosts,steps,said",
+    [
+        (1, 6, "trainer.replay_steps='2,7': step 7 is none of this run, which has 6"),
+        (2, 7, "is for one host, and this"),
+    ],
+)
+def test_steps_that_cannot_be_recorded_end_the_start(hosts, steps, said):
+    with pytest.raises(UserError, match=said):
+        make_recorder("2,7", hosts, steps)
 
 
 def test_what_is_not_recorded_is_said_in_one_line(run, capsys):
