@@ -252,6 +252,9 @@ def test_a_model_of_another_shape_is_named_as_the_model(recorded, run, tmp_path)
     (model / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8}))
     found = first_difference(run, f"--config.model.path={model}", "--config.model.init=random")
     assert found == ("model", "policy.num_heads", "4", "8")
+    with pytest.raises(SystemExit) as ended:
+        replay.main([str(run), f"--config.model.path={model}", "--config.model.init=random"])
+    assert ended.value.code == 1
 
 
 def test_a_step_that_cannot_be_written_ends_no_run(small_run, capfd):
