@@ -22,6 +22,7 @@ COMMANDS = {
     "jppo.serve": "runs a vLLM server for a training elsewhere",
     "jppo.tinker": "serves the Tinker API, for clients with a loop of their own",
     "jppo.report": "writes an HTML report of one run or several",
+    "jppo.replay": "recomputes a recorded step and names the first number that differs",
     "jppo.doctor": "checks the machine or a run before training",
     "jppo.from_verl": "translates a verl script to a jppo command",
     "jppo.data.check": "checks data before training",

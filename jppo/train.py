@@ -9,6 +9,7 @@ weights to the engine (`rollout/publish.py`), test, log, save. `run/loop.py` rep
 import contextlib
 import dataclasses
 import functools
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -17,6 +18,7 @@ from jppo.data.stream import Cursor
 from jppo.errors import expanded
 from jppo.learner import batch, ppo
 from jppo.learner.episodes import Episodes, make_episodes, with_branches
+from jppo.learner.ppo import StepLearner
 from jppo.learner.state import next_step
 from jppo.learner.stats import join_stages
 from jppo.learner.utilisation import utilisation
@@ -61,7 +63,7 @@ def ppo_step(run: Run, now: TrainState) -> Step:
     with timer("reward"):  # s(x, y), whose grading began with the first response
         rewards, baseline = samples.wait_for_rewards()
     episodes, episode_metrics = gather_episodes(run, samples, rewards, baseline, version)
-    data = make_batch(run, episodes)  # [B, L]
+    data = make_batch(run.c, learner, episodes, columns_of(run, episodes))  # [B, L]
     micros = batch.pack_micros(data, episodes.trajectories, plan=learner.plan, mesh=learner.mesh)  # for scoring only
     data = ppo.score_batch(learner, now, data, micros, timer)  # log π_old, log π_ref, V
     data, server_metrics = add_served_reference(run, data, episodes)
@@ -72,7 +74,11 @@ def ppo_step(run: Run, now: TrainState) -> Step:
     so_far = join_stages(episode_metrics, advantage_metrics, server_metrics)
     # Before `now` changes: an error of a user's function leaves the state as it was.
     cursor, user_metrics = call_host_functions(run, version + 1, samples, rewards, data, so_far)
-    now, update_metrics = ppo.learn(learner, now, data, episodes.trajectories, timer, after_actor=run.publisher.begin)
+    recording = run.record(run, now, samples, rewards, baseline, data)  # of the steps of trainer.replay_steps
+    now, update_metrics = ppo.learn(
+        recording.learner, now, data, episodes.trajectories, timer, after_actor=run.publisher.begin
+    )
+    recording.end(now, update_metrics)
     metrics = join_stages(update_metrics, so_far, user_metrics)
     metrics["actor/reward_kl_penalty_coeff"] = float(now.kl_coef)
     now = end_step(run, now, data, episodes, metrics)
@@ -123,21 +129,21 @@ def gather_episodes(
     return with_branches(episodes, run.reward_sum.earned), metrics
 
 
-def make_batch(run: Run, episodes: Episodes) -> Batch:
-    """Returns the flat batch of a step's episodes."""
-    recipe = run.learner.recipe
+def make_batch(c: Settings, learner: StepLearner, episodes: Episodes, columns: dict[str, Any]) -> Batch:
+    """Returns the flat batch of a step's episodes; `columns` are those of the memory, by name."""
+    recipe = learner.recipe
     return batch.flatten(
         episodes.trajectories,
         episodes.rewards,
         episodes.group,
         episodes.greedy,
-        shape=run.learner.shape,
-        filter_truncated=run.c.algorithm.filter_truncated,
+        shape=learner.shape,
+        filter_truncated=c.algorithm.filter_truncated,
         has_earned=recipe.earns,
         has_given=recipe.algorithm.given is not None,
         episode=episodes.first if recipe.branches else None,
         parts=recipe.algorithm.parts,
-        columns=columns_of(run, episodes),
+        columns=columns,
     )
 
 

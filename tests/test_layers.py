@@ -16,11 +16,11 @@ from jppo.settings import table
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # The optional rooms. The core loads one by name (`jppo/plugins/__init__.py`); only commands import them.
-PLUGINS = ("agents", "carriers", "critic_fit", "forecast", "judge", "loggers", "prove", "report", "reward_models")
-PLUGINS += ("sandbox", "sglang", "tinker", "verl")
+PLUGINS = ("agents", "carriers", "critic_fit", "forecast", "judge", "loggers", "prove", "replay", "report")
+PLUGINS += ("reward_models", "sandbox", "sglang", "tinker", "verl")
 NEEDS = {"agents": ("sandbox",), "prove": ("report",), "verl": ("sandbox",)}  # what a plugin imports of others
 
-ABOVE_COMMANDS = ("critic_fit", "forecast", "prove", "tinker")  # plugins that run commands
+ABOVE_COMMANDS = ("critic_fit", "forecast", "prove", "replay", "tinker")  # plugins that run commands
 
 # A place may import the places of the rows above its own.
 LAYERS = (
@@ -48,7 +48,7 @@ LAYERS = (
     ("run",),
     ("train", "sft", "reward_model", "dpo", "evaluate", "sweep", "from_verl", "export", "chat", "serve"),
     ("doctor", "init", *(f"plugins.{name}" for name in ABOVE_COMMANDS)),
-    ("tinker", "report", "plan", "critic_fit", "prove", "__main__"),
+    ("tinker", "report", "plan", "critic_fit", "prove", "replay", "__main__"),
 )
 COMMANDS = tuple(place for row in LAYERS[-3:] for place in row if not place.startswith("plugins."))
 LAYER = {place: i for i, row in enumerate(LAYERS, -2) for place in row}  # those below 0 are everybody's
@@ -92,7 +92,7 @@ ONLY_IN = {
     "google": ("jppo.plugins.tinker.requests",),  # protobuf
     "ml_collections": (
         *("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo", "jppo.from_verl"),
-        *("jppo.critic_fit", "jppo.plugins.prove.tasks"),
+        *("jppo.critic_fit", "jppo.plugins.prove.tasks", "jppo.plugins.replay.recompute"),
     ),
 }
 BY_VLLM = ONLY_IN["vllm"]  # imported only by vLLM itself
@@ -186,7 +186,7 @@ READERS = (
     *(f"jppo.{command}" for command in COMMANDS),
     *(f"jppo.{room}.make" for room in ("rewards", "rollout", "rollout.servers", "runlog", "samples")),
     *(f"jppo.plugins.{name}.make" for name in ("agents", "judge", "reward_models", "sglang")),
-    *("jppo.plugins.critic_fit", "jppo.plugins.forecast", "jppo.plugins.prove", "jppo.plugins.tinker"),
+    *(f"jppo.plugins.{name}" for name in ABOVE_COMMANDS),
     *("jppo.rewards.check", "jppo.plugins.report.page", "jppo.plugins.verl.translate", "jppo.plugins.verl.values"),
     *MAKERS,
 )

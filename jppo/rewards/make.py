@@ -51,7 +51,7 @@ def make_reward_sum(
     """
     mesh = sharding.own_part(mesh)
     r, log = c.reward, own_folder(hosts, expanded(c.trainer.run_dir))
-    names, weights, parts_of_source = _plan_parts(c, sources, tool_rewards)
+    names, weights, parts_of_source = plan_parts(c, sources, tool_rewards)
 
     @functools.cache
     def pool() -> Pool:  # one for all parts, closed with any of them
@@ -104,7 +104,7 @@ def require_parts(c: Settings, sources: Sequence[str], *, trained: Collection[st
 
     `trained`: the sources of the training rows.
     """
-    _, _, parts_of_source = _plan_parts(c, sources, tool_rewards)
+    _, _, parts_of_source = plan_parts(c, sources, tool_rewards)
     graded_sources = _sources_with_rules(parts_of_source)
     graders.graders_for(graded_sources, override=c.reward.grader, allow_code=c.reward.allow_code)
     if any(_FUNCTION in weighted for weighted in parts_of_source.values()):
@@ -160,7 +160,7 @@ def _unknown_part(setting: str, name: str, source: str, names: Sequence[str]) ->
     )
 
 
-def _plan_parts(
+def plan_parts(
     c: Settings, sources: Sequence[str], tool_rewards: bool
 ) -> tuple[list[str], PartWeights, dict[str, dict[str, float]]]:
     """Returns the configured parts, their weights, and the weighted parts of each source."""

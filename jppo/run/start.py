@@ -42,6 +42,7 @@ from jppo.run.agreement import Match, agree, sampling_warnings
 from jppo.run.inputs import Inputs, describe_decoding, engine_arguments, read_inputs, require_reward
 from jppo.run.loop import Opened
 from jppo.run.make import list_run_programs, make_learner, replayed_experts, require_models_fit, run_programs
+from jppo.run.recording import Recorder, make_recorder
 from jppo.run.resume import Begun, data_checksums, finished
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
@@ -83,6 +84,7 @@ class Run(Opened):
     match: Match
     reference: "ServedReferences | None"  # ref.url; None: on the mesh, or none
     origin: dict[str, Any]  # identity for checkpoints that resume it
+    record: Recorder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,7 @@ class _HostParts:
     profile: Profiler
     watch: Watch
     display: Display
+    record: Recorder
 
 
 def join_hosts(c: Settings) -> Hosts:
@@ -174,7 +177,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         stack.callback(publisher.close)
         run = Run(
             c, inputs.total_steps, hosts, checkpoints, logger, host.timer, host.watch, host.profile, host.folder,
-            inputs, learner, sampler, supply, reward_sum, publisher, Match(c), reference, origin,
+            inputs, learner, sampler, supply, reward_sum, publisher, Match(c), reference, origin, host.record,
         )  # fmt: skip
         _introduce_run(run, begun, (kernel, memory_note, packing_note), laps)
         return run, begun
@@ -198,6 +201,7 @@ def _prepare_host(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> _Ho
     timer, t = Timers(), c.trainer
     steps = settings.parse_steps(t.profile_steps, "trainer.profile_steps")
     settings.check_within(steps, inputs.total_steps, f"trainer.profile_steps={t.profile_steps!r}")
+    record = make_recorder(c, hosts.count, inputs.total_steps)
     output_folder = folder / "val_only" if t.val_only else folder  # leaves the run's own files unchanged
     hosts.together(lambda: stack.enter_context(own(output_folder)) if hosts.first else None)
     watch = Watch(
@@ -206,7 +210,7 @@ def _prepare_host(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> _Ho
     )  # fmt: skip
     stack.enter_context(watch)
     display = open_display(stack, c, timer, hosts)
-    return _HostParts(output_folder, logs, inputs, timer, Profiler(logs / "profile", steps), watch, display)
+    return _HostParts(output_folder, logs, inputs, timer, Profiler(logs / "profile", steps), watch, display, record)
 
 
 def _choose_by_memory(

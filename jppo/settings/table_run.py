@@ -340,3 +340,5 @@ class Trainer(TestedRun):
         unit="seconds", bounds="(0,")
     profile_steps: str = setting("", "Steps with a trace by JAX's profiler, as in '3', '3,5' or '2-4'. '': none",
         form=lambda text: texts.parse_steps(text, "trainer.profile_steps"))
+    replay_steps: str = setting("", "Steps that RUN_DIR/replay records for `jppo replay`, as in '3', '3,5' or '2-4'."
+        " '': none", form=lambda text: texts.parse_steps(text, "trainer.replay_steps"))

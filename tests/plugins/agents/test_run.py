@@ -4,10 +4,12 @@ import json
 import pathlib
 
 import jax
+import numpy as np
 import pytest
+import rich.console
 
 from examples import arithmetic, multiplication
-from jppo import evaluate, settings, train
+from jppo import evaluate, replay, settings, train
 from jppo.distributed.hosts import Stopped
 from jppo.errors import UserError
 from jppo.models import decoder, hf, hf_write
@@ -145,6 +147,19 @@ def test_an_agent_program_trains_the_policy(program_run, quick_compilation, mode
     ]
     (failed,) = [row["error"] for row in rows if row["error"]]
     assert failed == "agent_score: the agent exited with 70: ValueError: I give up"
+
+
+def test_a_step_of_agents_with_branches_is_recomputed_to_the_bit(program_run, quick_compilation):
+    c = program_run
+    c.trainer.replay_steps = "1"
+    settings.check(c)
+    train.train(c)
+    console = rich.console.Console(width=200, record=True)
+    assert not replay.replay_step([c.trainer.run_dir], console)
+    assert "nothing differs" in console.export_text()
+    with np.load(pathlib.Path(c.trainer.run_dir) / "replay/step_1/batch.npz") as file:
+        assert len(file["score"]) == 15, "eight episodes, one without a second branch"
+        assert (file["episode"] != np.arange(15)).sum() == 7
 
 
 COLUMNS = """
