@@ -21,8 +21,9 @@ def graph(*steps):
     return edges
 
 
-# c and d reach the goal a over b; d also by c; from e there is no way, from u to h one of eleven nodes.
-EDGES = graph("ba", "cb", "bc", "dc", "db", "ee", "hg", "gf", "fd", *map("".join, itertools.pairwise("ponmlkjih")))
+# c and d reach the goal a over b; d also by c; from e there is no way, from p one of 14 nodes.
+# The way over u would be open to a letter that is no node, if it counted from the end.
+EDGES = graph("ua", "cu", "ba", "cb", "bc", "dc", "db", "ee", "fd", *map("".join, itertools.pairwise("ponmlkjihgf")))
 
 
 def test_shortest_walks_by_hand():
