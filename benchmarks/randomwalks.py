@@ -36,7 +36,7 @@ from machine import ROOT, begin, lines_of, machine, names_of, newest, title
 from ml_collections import ConfigDict
 
 sys.path.insert(0, str(ROOT))  # the checkout, for examples/
-from examples import randomwalks
+from examples import arithmetic, randomwalks
 from jppo import settings, sft, train
 from jppo.errors import UserError
 from jppo.runlog.logger import read_metrics
@@ -84,12 +84,24 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     "TRL": {"vf_coef": 1.2},
 }
 
+# As many weights in the layers as trlX's GPT-2, whose MLP is four times as wide and not gated.
+MODEL = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 24}
+MODEL |= {"hidden_size": 144, "intermediate_size": 384, "num_hidden_layers": 6}
+MODEL |= {"num_attention_heads": 12, "num_key_value_heads": 12}
+
 Row = dict[str, Any]  # a finished run
+
+
+def write_inputs(folder: pathlib.Path) -> None:
+    """Writes the data, and config and tokenizer of the model."""
+    randomwalks.main([f"--out={folder}"])
+    arithmetic.write_model(folder / "model", randomwalks.LETTERS)
+    (folder / "model/config.json").write_text(json.dumps(arithmetic.MODEL | MODEL))
 
 
 def prepare(work: pathlib.Path) -> None:
     """Makes the data, and the starting model by imitation of the walks."""
-    randomwalks.main([f"--out={work / 'data'}"])
+    write_inputs(work / "data")
     c = settings.recipe("quickstart_sft", str(work))
     c.data.train_batch_size, c.data.max_prompt_length = 100, 1
     c.data.max_response_length = randomwalks.LONGEST  # with the end of text

@@ -23,6 +23,5 @@ def get_config(arg: str = "runs/smollm2") -> ml_collections.ConfigDict:
     config.actor.max_tokens_per_device = 16 * 88  # a mini-batch
 
     config.reward.function = "examples/reasoning_tasks.py:compute_score"
-
     config.trainer.run_dir = f"{arg}/reasoning_gym/ppo"
     return config.lock()

@@ -6,12 +6,10 @@ A prompt is the first node, a response up to 9 more. Graph and walks are the one
 `compute_score` is the reward, by `reward.function`: the optimality of the walk, (10 - length) / (10 - shortest length),
 both in nodes. A shortest walk to the goal scores 1. A walk that misses the goal or an edge scores 0.
 
-Writes train.jsonl and test.jsonl (prompts), sft.jsonl (1,000 random walks, which the starting model imitates) and
-model/ (config and tokenizer of a Llama of 6 layers, 144 wide; fine-tuning creates its weights).
+Writes train.jsonl and test.jsonl (prompts), and sft.jsonl: 1,000 random walks, which a starting model imitates.
 """
 
 import itertools
-import json
 import pathlib
 import string
 from collections.abc import Sequence
@@ -23,21 +21,8 @@ from jppo.data.rows import write_sets
 from jppo.settings import Parser, exit_on_user_error
 
 NODES, LONGEST, WALKS, GOAL, SEED = 21, 10, 1000, 0, 1000
-EDGE = 0.1  # probability of an edge
-COPIES = 64  # of a prompt in train.jsonl
+EDGE, COPIES = 0.1, 64  # probability of an edge, copies of a prompt in train.jsonl
 LETTERS = string.ascii_lowercase[:NODES]
-
-# As many weights in the layers as trlX's GPT-2, whose MLP is four times as wide and not gated.
-MODEL: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 144,
-    "intermediate_size": 384,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "vocab_size": 24,
-}
 
 
 def make_walks(seed: int) -> tuple[np.ndarray, list[str]]:
@@ -95,24 +80,16 @@ def make() -> dict[str, list[dict[str, str]]]:
     """Returns the rows of train, test and sft."""
     starts = sorted({walk[0] for walk in RANDOM_WALKS})
     test = [{"prompt": start, "ground_truth": start, "data_source": "randomwalks"} for start in starts]
-    return {
-        "train": test * COPIES,
-        "test": test,
-        "sft": [{"prompt": walk[0], "response": walk[1:]} for walk in RANDOM_WALKS],
-    }
+    sft = [{"prompt": walk[0], "response": walk[1:]} for walk in RANDOM_WALKS]
+    return {"train": test * COPIES, "test": test, "sft": sft}
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    from examples import arithmetic  # here, for runs that have only this file
-
     parser = Parser("examples.randomwalks", __doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
-    out = parser.parse_args(argv).out
-    write_sets(out, make())
-    arithmetic.write_model(out / "model", LETTERS)
-    (out / "model/config.json").write_text(json.dumps(arithmetic.MODEL | MODEL, indent=2) + "\n", encoding="utf-8")
+    write_sets(parser.parse_args(argv).out, make())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Tasks of the package `reasoning-gym` as prompts: `python -m examples.reasoning_tasks --out=runs/reasoning_gym/data`
 
 Needs `pip install reasoning-gym`. Its generators make questions with answers, and each has its own scorer. A task is
-written as NAME or NAME:FIELD=VALUE,..., with fields of its config: `chain_sum:max_terms=2,max_digits=2`. Several tasks
-make one data set; their names are the data sources. No question of test.jsonl is in train.jsonl.
+NAME or NAME:FIELDS, with fields of its config as JSON. The tasks' names are the data sources. No question of test.jsonl
+is in train.jsonl.
 
 `compute_score` is the reward, by `reward.function`: the scorer of the task, from 0 to 1. The answer is the text in the
 last <answer> tags of the response, or without tags the whole response.
@@ -14,14 +14,11 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from jppo.data.rows import write_sets
 from jppo.errors import UserError
 from jppo.settings import Parser, exit_on_user_error, natural
 
-TASKS = ("chain_sum:max_terms=2,max_digits=2", "letter_counting:min_words=3,max_words=5")
-REPLY = "Reply with the answer only."
+TASKS = ('chain_sum:{"max_terms": 2, "max_digits": 2}', 'letter_counting:{"min_words": 3, "max_words": 5}')
 
 
 def package() -> ModuleType:
@@ -44,41 +41,24 @@ def compute_score(
     return {"score": gym.get_score_answer_fn(data_source)(answer=answer, entry=entry), "pred": answer}
 
 
-def parse_task(text: str) -> tuple[str, dict[str, Any]]:
-    """Returns name and fields of NAME:FIELD=VALUE,...; a value is JSON, or else text."""
-    name, _, rest = text.partition(":")
-    fields = {}
-    for pair in filter(None, rest.split(",")):
-        field, equals, value = pair.partition("=")
-        if not equals:
-            raise UserError(f"{text!r}: {pair!r} must be FIELD=VALUE, such as max_terms=2")
-        try:
-            fields[field] = json.loads(value)
-        except json.JSONDecodeError:
-            fields[field] = value
-    return name, fields
-
-
 def make(tasks: Sequence[str], *, seed: int, train: int, test: int) -> dict[str, list[dict[str, Any]]]:
     """Returns the rows of train and test, as a function of the arguments only; `train` and `test` count per task."""
     sets: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
     for task in tasks:
-        name, fields = parse_task(task)
+        name, _, fields = task.partition(":")
         try:
-            rows = [
-                _row(name, entry) for entry in package().create_dataset(name, seed=seed, size=test + train, **fields)
-            ]
+            given = json.loads(fields or "{}") | {"seed": seed, "size": test + train}
+            rows = [_row(name, entry) for entry in package().create_dataset(name, **given)]
         except (ValueError, TypeError, AssertionError) as error:
             raise UserError(f"{task}: {error}") from error
         held_out = {row["prompt"][0]["content"] for row in rows[:test]}
         sets["test"] += rows[:test]
         sets["train"] += [row for row in rows[test:] if row["prompt"][0]["content"] not in held_out]
-    order = np.random.default_rng(seed).permutation(len(sets["train"]))
-    return {"train": [sets["train"][i] for i in order], "test": sets["test"]}
+    return sets
 
 
 def _row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
-    prompt = [{"role": "user", "content": f"{entry['question'].strip()} {REPLY}"}]
+    prompt = [{"role": "user", "content": f"{entry['question'].strip()} Reply with the answer only."}]
     return {"data_source": name, "prompt": prompt, "ground_truth": entry["answer"], "entry": json.dumps(entry)}
 
 
@@ -90,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=natural, default=1, help="random seed")
     parser.add_argument("--train", type=natural, default=4000, help="questions to train on, per task")
     parser.add_argument("--test", type=natural, default=200, help="questions to hold out, per task")
-    parser.add_argument("tasks", nargs="*", default=TASKS, metavar="TASK", help="NAME or NAME:FIELD=VALUE,...")
+    parser.add_argument("tasks", nargs="*", default=TASKS, metavar="TASK", help='NAME or NAME:{"FIELD": VALUE}')
     args = parser.parse_args(argv)
     write_sets(args.out, make(args.tasks, seed=args.seed, train=args.train, test=args.test))
 

@@ -101,8 +101,6 @@ def test_the_files(tmp_path, capsys):
     train, test, sft = (make.read_lines(tmp_path / f"{name}.jsonl") for name in ("train", "test", "sft"))
     assert [row["prompt"] for row in test] == list("bcdefghijklmnopqrstu") and train == test * 64
     assert [row["prompt"] + row["response"] for row in sft] == randomwalks.RANDOM_WALKS
-    config = json.loads((tmp_path / "model/config.json").read_text())
-    assert (config["model_type"], config["num_hidden_layers"], config["hidden_size"]) == ("llama", 6, 144)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +111,7 @@ def benchmark():
 
 
 def test_both_trainers_get_the_same_numbers(benchmark, tmp_path):
-    randomwalks.main([f"--out={tmp_path / 'data'}"])
+    benchmark.write_inputs(tmp_path / "data")
     (tmp_path / "sft").mkdir()
     (tmp_path / "data/model").rename(tmp_path / "sft/hf")
     ppo, grpo = (benchmark.make_config(name, 3, 7, tmp_path) for name in ("PPO", "GRPO"))
@@ -127,6 +125,8 @@ def test_both_trainers_get_the_same_numbers(benchmark, tmp_path):
         assert not c.algorithm.use_kl_in_reward and not c.actor.use_kl_loss and c.actor.entropy_coeff == 0.0
         assert (c.model.path, c.data.train_files) == (theirs["model"], theirs["train_files"])
         assert c.actor.lr_scheduler_type == "constant" and c.actor.loss_agg_mode == "token-mean"
+    config = json.loads((tmp_path / "sft/hf/config.json").read_text())
+    assert (config["model_type"], config["num_hidden_layers"], config["hidden_size"]) == ("llama", 6, 144)
     assert (ppo.critic.lr, ppo.critic.betas, ppo.critic.cliprange_value) == (3e-4, theirs["betas"], 0.2)
     assert (ppo.algorithm.lam, ppo.algorithm.gamma) == (theirs["lam"], 1.0)
 

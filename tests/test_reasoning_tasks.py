@@ -63,16 +63,10 @@ def test_scores(response, score, pred):
 def test_a_task_that_is_not_there_is_one_line(tmp_path, capsys):
     out = f"--out={tmp_path}"
     assert "'chain_sums' not registered" in one_line(capsys, reasoning_tasks.main, out, "chain_sums")
-    line = one_line(capsys, reasoning_tasks.main, out, "chain_sum:max_terms=1")
-    assert line.startswith("error: chain_sum:max_terms=1: ")
-    assert "unexpected keyword" in one_line(capsys, reasoning_tasks.main, out, "chain_sum:terms=1")
-
-
-def test_fields_of_a_task(tmp_path, capsys):
-    assert reasoning_tasks.parse_task("a") == ("a", {})
-    assert reasoning_tasks.parse_task("a:b=2,c=x,d=true") == ("a", {"b": 2, "c": "x", "d": True})
-    with pytest.raises(reasoning_tasks.UserError, match="'2' must be FIELD=VALUE"):
-        reasoning_tasks.parse_task("a:2")
+    line = one_line(capsys, reasoning_tasks.main, out, 'chain_sum:{"max_terms": 1}')
+    assert line.startswith("error: chain_sum:{")
+    assert "unexpected keyword" in one_line(capsys, reasoning_tasks.main, out, 'chain_sum:{"terms": 1}')
+    assert "Expecting" in one_line(capsys, reasoning_tasks.main, out, "chain_sum:{terms")
 
 
 def test_without_the_package_it_is_one_line(tmp_path, capsys, monkeypatch):
