@@ -44,7 +44,7 @@ SLOW += ("dapo", "vapo", "sao", "distill", "small_card")
 RECIPES = (*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
 OWN = ("quickstart", "quickstart_sft", "agent_calculator", "agent_calculator_sft")  # that make what they need
 ELSEWHERE = {"rlhf", "rlhf_reward_model", "tinystories_sft", "tinystories_reward_model", "tinystories_ppo"}
-ELSEWHERE |= {"tinystories_dpo", "smollm2_sums", "smollm2_instructions", "verifiers", "learning"}
+ELSEWHERE |= {"tinystories_dpo", "smollm2_sums", "smollm2_instructions", "verifiers", "learning", "reasoning_gym"}
 
 
 # The published recipe; its numbers are typed from it, not read from the code.
