@@ -205,6 +205,7 @@ RUNS = {
         "algorithm.kl_ctrl_type": "adaptive",
     },
     "mixture": {"actor.router_aux_loss_coef": 0.1},
+    "frozen": {"actor.freeze": "*.mlp.*", "critic.freeze": "*.self_attn.*"},
 }
 MIXTURE = dict(
     model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"], num_experts=4, num_experts_per_tok=2,
@@ -221,7 +222,7 @@ def test_runs_of_every_kind_are_recomputed_to_the_bit(small_run, tmp_path, monke
     run = record(small_run, RUNS[kind])
     assert first_difference(run) is None
     with np.load(run / "replay/step_2/batch.npz") as file:
-        kinds = {"grpo": "ref_logprob", "async": "weight", "lora": "ref_logprob", "mixture": "value"}
+        kinds = {"grpo": "ref_logprob", "async": "weight", "lora": "ref_logprob", "mixture": "value", "frozen": "value"}
         assert np.abs(file[kinds[kind]]).max() > 0 and np.abs(file["advantage"]).max() > 0
 
 
