@@ -63,9 +63,8 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
     how = {}
     how["actor"], policy_opt = ours.make_trainable("actor", policy, lr=1e-3, tx=ours.adamw)
     how["critic"], value_opt = ours.make_trainable("critic", value, lr=1e-3, tx=ours.adamw)
-    now = state.begin_state(
-        policy, policy_opt, value, value_opt, kl_coef=0.0, seed=0, value_norm="value_norm_decay" in changes
-    )
+    value_norm = (0.0, 0.0, 0.0) if "value_norm_decay" in changes else None
+    now = state.begin_state(policy, policy_opt, value, value_opt, kl_coef=0.0, seed=0, value_norm=value_norm)
     learner = StepLearner(
         mesh=ours.mesh, cfg=None, plan=plan, shape=ours.shape, recipe=ours.recipe, passes=ours.passes,
         reference=reference, actor_epochs=EPOCHS, critic_epochs=EPOCHS, **how,
