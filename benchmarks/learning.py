@@ -156,7 +156,7 @@ def figures(selected: Mapping[str, Sequence[Row]]) -> tuple[int, dict[str, dict[
         values[name] = {
             "final": [mean_score(*one, 0.8 * budget, budget) for one in scores],
             "mean": [mean_score(*one, 0.0, budget) for one in scores],
-            "explained": [row["curves"][EXPLAINED][STEP - 1] for row in runs if EXPLAINED in row["curves"]],
+            "explained": [row["curves"][EXPLAINED][:STEP][-1] for row in runs if EXPLAINED in row["curves"]],
             "test": [row["test"] for row in runs],
         }
     return budget, values
