@@ -14,6 +14,7 @@ import sys
 import rich.console
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.plugins.replay import compare, recompute, tables
 from jppo.plugins.replay.bundle import Bundle, find_bundle, read_bundle
 from jppo.run.make import wants_critic
@@ -62,6 +63,9 @@ def replay_step(argv: list[str], console: rich.console.Console) -> bool:
     overrides = [word for word in argv if word.startswith("--config.")]
     args = _parser().parse_args([word for word in argv if word not in overrides])
     bundle = read_bundle(find_bundle(args.run_dir, args.step))
+    count = len(bundle.samples.sequences)
+    if args.sample is not None and args.sample >= count:
+        raise UserError(f"--sample={args.sample}: the step has {count} sequences, from 0 to {count - 1}")
     config, _ = settings.parse(overrides, __doc__ or "", recompute.settings_of(bundle), needs_file=False)
     c = settings.typed(config)
     other_c = None if args.other is None else other_settings(c, args.other)

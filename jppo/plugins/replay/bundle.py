@@ -14,6 +14,7 @@ import pathlib
 import platform
 import re
 import shutil
+import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -169,6 +170,8 @@ def find_bundle(run: pathlib.Path, step: int | None) -> pathlib.Path:
     """Returns the folder of a recorded step; with None that of the only one."""
     folders = {path.name.removeprefix("step_"): path for path in (run / "replay").glob("step_*") if not path.suffix}
     names = sorted(folders, key=lambda name: (len(name), name))
+    if not run.is_dir() or (run / "about.json").is_file():
+        raise UserError(f"{run} is no folder of a run; name the run_dir that has replay/step_N, and N by --step")
     if not names:
         raise UserError(f"{run} has no recorded step; train with trainer.replay_steps=3, or other steps")
     if step is None and len(names) > 1:
@@ -194,5 +197,5 @@ def read_bundle(folder: pathlib.Path) -> Bundle:
         )
         graded = Samples(prompts, trajectories.deserialise(samples["trajectories"]), rewards or [], baseline)
         return Bundle(folder=folder, **about, samples=graded, computed=Computed(batch=arrays, **computed))
-    except (OSError, ValueError, KeyError, TypeError, zlib.error) as e:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         raise UserError(f"{folder} is no readable bundle ({type(e).__name__}: {e}); record the step again") from e

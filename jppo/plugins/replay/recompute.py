@@ -189,7 +189,10 @@ def _read_columns(replay: Replay) -> dict[str, np.ndarray]:
     names, arrays = replay.learner.recipe.algorithm.column_names, replay.bundle.computed.batch
     lacking = [name for name in names if f"{COLUMN}{name}" not in arrays]
     if lacking:
-        raise UserError(f"the algorithm reads the column {lacking[0]!r} of a memory, which the step has not recorded")
+        raise UserError(
+            f"the algorithm reads the column {lacking[0]!r} of a memory, which the step has not"
+            " recorded; take one without a memory"
+        )
     return {name: arrays[f"{COLUMN}{name}"] for name in names}
 
 

@@ -11,7 +11,6 @@ import rich.table
 
 from jppo.algorithms import kl
 from jppo.data.tokenizer import pieces
-from jppo.errors import UserError
 from jppo.learner import estimate
 from jppo.plugins.replay.compare import Difference, StageResult
 from jppo.plugins.replay.recompute import Recomputed, Replay, updated_logprob
@@ -56,10 +55,8 @@ def stage_table(results: Mapping[str, StageResult], note: str) -> rich.table.Tab
 
 
 def sample_table(replay: Replay, step: Recomputed, sample: int) -> rich.table.Table:
-    """Returns a row for each token of a response; UserError for a sample that the step lacks."""
+    """Returns a row for each token of a response."""
     sequences = step.episodes.trajectories
-    if sample >= len(sequences):
-        raise UserError(f"--sample={sample}: the step has {len(sequences)} sequences, from 0 to {len(sequences) - 1}")
     data, c, recipe = step.data, replay.c, replay.learner.recipe
     arrays = collect_arrays(data, [sample], step.value_norm, bypass=recipe.bypass)
     kind = recipe.kl_penalty if recipe.kl_penalty is not None else recipe.kl_loss_type

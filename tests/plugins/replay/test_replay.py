@@ -243,8 +243,16 @@ def test_what_is_not_recorded_is_said_in_one_line(run, capsys):
     assert "--step=7 is not recorded" in said and "which has 2; name one of these" in said
     said = one_line(capsys, replay.main, run.parent)
     assert "has no recorded step; train with trainer.replay_steps=3" in said
+    for folder in (run / "nowhere", run / "replay/step_2"):
+        assert f"{folder} is no folder of a run" in one_line(capsys, replay.main, folder)
     said = one_line(capsys, replay.main, run, "--sample=9")
     assert "the step has 4 sequences, from 0 to 3" in said
+    for file in ("about.json", "samples.json", "batch.npz"):
+        path = run / "replay/step_2" / file
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        assert "is no readable bundle" in one_line(capsys, replay.main, run, "--step=2")
+        path.write_bytes(whole)
 
 
 def test_a_model_of_another_shape_is_named_as_the_model(recorded, run, tmp_path):
