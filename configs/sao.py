@@ -5,8 +5,9 @@
     CUDA_VISIBLE_DEVICES=0,1,2,3 python -m jppo.train --config=configs/sao.py --config.rollout.devices=4,5,6,7
 
 Each setting with a source is Single-rollout Asynchronous Optimization's (arXiv:2607.07508, §4.1 unless named), by
-notes on it; the paper trains Qwen3-30B-A3B-Thinking-2507 with 128k tokens on data that are not published. docs/ppo-for-agents.md
-compares implementations. The critic's ten steps of warm-up are read as both: its rate rises, and the policy waits.
+notes on it; the paper trains Qwen3-30B-A3B-Thinking-2507 with 128k tokens on data that are not published.
+docs/ppo-for-agents.md compares implementations. The critic's ten steps of warm-up are read as both: its rate rises, and
+the policy waits.
 The argument is an agent program in place of the tool, --config='configs/sao.py:bash agent.sh'; one that summarises its
 history and goes on (compaction) is trained by branches.
 
