@@ -18,7 +18,6 @@ t over seeds; those of differences are Welch's.
 import argparse
 import contextlib
 import json
-import os
 import pathlib
 import shutil
 from collections.abc import Sequence
@@ -27,11 +26,10 @@ from typing import Any
 import numpy as np
 from intervals import difference, interval
 from learning import EXPLAINED, SCORE, Row, identity, make_config, prepare, run, settings_of
-from machine import ROOT, begin, lines_of, machine, names_of, newest, title
+from machine import add_options, begin, lines_of, machine, names_of, run_and_print
 
 from jppo import critic_fit, settings, train
 from jppo.configs.learning import COMMON, TASKS
-from jppo.errors import UserError
 
 STEPS = COMMON["trainer.total_training_steps"]
 WARMUP = {"new": 2, "fitted": 0}  # steps; of "warm-up" --drawn
@@ -123,29 +121,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default="quickstart,chain")
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first_seed", type=int, default=1)
     parser.add_argument("--drawn", type=int, default=10, help="steps of samples to fit on")
     parser.add_argument("--share", type=float, default=0.9, help="of the way to the final score")
     parser.add_argument("--stories_model", type=pathlib.Path, help="directory of a TinyStories Llama, for rlhf")
-    parser.add_argument("--work", type=pathlib.Path, default=ROOT / "runs/learning", help="starting models, programs")
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--tables", action="store_true", help="only print the table")
+    add_options(parser, "runs/learning")
     args = parser.parse_args(argv)
     args.tasks = names_of(args.tasks, TASKS, "--tasks")
     args.arms = names_of(args.arms, ARMS, "--arms")
-    if args.seeds < 1:
-        raise UserError(f"--seeds={args.seeds} must be 1 or more; an interval needs 2")
-    args.work = args.work.resolve()
-    path = newest(args.out, begin()["date"], "critic-fit")
-    if not args.tables:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        run_missing(args, path)
-    rows = lines_of(path)
-    if rows:
-        print(f"{title(rows[-1]['machine'])}; commit {rows[-1]['commit']}\n")
-    print(table(rows, args.tasks, args.share))
-    print(f"\n{os.path.relpath(path)}")
+    run_and_print(args, "critic-fit", run_missing, lambda rows: table(rows, args.tasks, args.share))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ that sampled fewest. "final" is the mean score over the last fifth of the budget
 import argparse
 import contextlib
 import json
-import os
 import pathlib
 import shutil
 import zlib
@@ -25,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 from intervals import difference, interval
-from machine import ROOT, begin, lines_of, machine, names_of, newest, title
+from machine import add_options, begin, lines_of, machine, names_of, run_and_print
 from ml_collections import ConfigDict
 
 from jppo import settings, train
@@ -207,32 +206,17 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first_seed", type=int, default=1)
     parser.add_argument("--steps", type=int, help="of a run, in place of the task's")
     parser.add_argument("--lr", type=float, help="of the actor, in place of the task's")
     parser.add_argument("--stories_model", type=pathlib.Path, help="directory of a TinyStories Llama, for rlhf")
-    parser.add_argument("--work", type=pathlib.Path, default=ROOT / "runs/learning", help="starting models, programs")
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--tables", action="store_true", help="only print the tables")
     parser.add_argument("--plot", type=pathlib.Path, help="also draw the first task's curves to this SVG file")
+    add_options(parser, "runs/learning")
     args = parser.parse_args(argv)
     args.tasks = names_of(args.tasks, TASKS, "--tasks")
     args.algorithms = names_of(args.algorithms, ALGORITHMS, "--algorithms")
-    if args.seeds < 1:
-        raise UserError(f"--seeds={args.seeds} must be 1 or more; an interval needs 2")
-    args.work = args.work.resolve()
-    path = newest(args.out, begin()["date"], "learning")
-    if not args.tables:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        run_missing(args, path)
-    rows = lines_of(path)
-    if rows:
-        print(f"{title(rows[-1]['machine'])}; commit {rows[-1]['commit']}\n")
-    print(tables(rows, args.tasks, args.seeds))
+    rows = run_and_print(args, "learning", run_missing, lambda rows: tables(rows, args.tasks, args.seeds))
     if args.plot is not None:
         draw(rows, args.tasks[0], args.seeds, args.plot)
-    print(f"\n{os.path.relpath(path)}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The machine and versions of a benchmark, for the head of every result."""
+"""What benchmarks share: the machine and versions for the head of every result, options, files of finished runs."""
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -107,3 +108,33 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def add_options(parser: argparse.ArgumentParser, work: str) -> None:
+    """Adds the options of a benchmark of runs with several seeds, whose models and data are in the folder `work`."""
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first_seed", type=int, default=1)
+    parser.add_argument("--work", type=pathlib.Path, default=ROOT / work, help="data, starting models, programs")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--tables", action="store_true", help="only print the tables")
+
+
+def run_and_print(
+    args: argparse.Namespace,
+    name: str,
+    run_missing: Callable[[argparse.Namespace, pathlib.Path], None],
+    tables: Callable[[list[dict[str, Any]]], str],
+) -> list[dict[str, Any]]:
+    """Runs what the newest file of results lacks, and prints the tables; returns the finished runs."""
+    if args.seeds < 1:
+        raise UserError(f"--seeds={args.seeds} must be 1 or more; an interval needs 2")
+    args.work = args.work.resolve()
+    path = newest(args.out, begin()["date"], name)
+    if not args.tables:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        run_missing(args, path)
+    rows = lines_of(path)
+    if rows:
+        print(f"{title(rows[-1]['machine'])}; commit {rows[-1]['commit']}\n")
+    print(f"{tables(rows)}\n\n{os.path.relpath(path)}")
+    return rows

@@ -32,7 +32,7 @@ from typing import Any
 
 import jax
 from intervals import interval
-from machine import ROOT, begin, lines_of, machine, names_of, newest, title
+from machine import ROOT, add_options, begin, lines_of, machine, names_of, run_and_print
 from ml_collections import ConfigDict
 
 sys.path.insert(0, str(ROOT))  # the checkout, for examples/
@@ -206,6 +206,8 @@ def samples_to(scores: Sequence[float]) -> float:
 
 def table(rows: Sequence[Row]) -> str:
     """The runs as markdown, those with the last run's number of steps and starting model."""
+    if not rows:
+        raise UserError("there are no runs; run without --tables first")
     lines = [
         f"| contestant | seeds | first | last | samples to {GOOD} | s a step | load average |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -234,31 +236,17 @@ def main(argv: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="PPO and GRPO by jppo, PPO by TRL")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first_seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20, help="of a run, 2 or more")
     parser.add_argument("--python", type=pathlib.Path, default=TRL, help="interpreter of TRL's environment")
-    parser.add_argument("--work", type=pathlib.Path, default=ROOT / "runs/randomwalks", help="data, model, programs")
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--tables", action="store_true", help="only print the table")
+    add_options(parser, "runs/randomwalks")
     args = parser.parse_args(argv)
     args.contestants = names_of(args.contestants, CONTESTANTS, "--contestants")
-    if args.seeds < 1:
-        raise UserError(f"--seeds={args.seeds} must be 1 or more; an interval needs 2")
     if args.steps < 2:
         raise UserError(f"--steps={args.steps} must be 2 or more: the first one compiles")
     if "TRL" in args.contestants and not args.tables and not args.python.exists():
         raise UserError(f"--python={args.python} does not exist; benchmarks/peers/setup.sh python3 trl_ppo makes it")
     jax.config.update("jax_platforms", "cpu")
-    args.work = args.work.resolve()
-    path = newest(args.out, begin()["date"], "randomwalks")
-    if not args.tables:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        run_missing(args, path)
-    rows = lines_of(path)
-    if not rows:
-        raise UserError(f"{path} has no runs; run without --tables first")
-    print(f"{title(rows[-1]['machine'])}; commit {rows[-1]['commit']}\n\n{table(rows)}\n\n{os.path.relpath(path)}")
+    run_and_print(args, "randomwalks", run_missing, table)
 
 
 if __name__ == "__main__":

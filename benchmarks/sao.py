@@ -14,7 +14,6 @@ Scores are as in learning.py. "age" is the mean age of samples in updates. Inter
 
 import argparse
 import json
-import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 from intervals import difference, interval
 from learning import Row, figures, prepare, run, settings_of
-from machine import ROOT, begin, lines_of, machine, names_of, newest, title
+from machine import add_options, begin, lines_of, machine, names_of, run_and_print
 
 from jppo import settings
 from jppo.errors import UserError
@@ -117,29 +116,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--staleness", default="0,2,4", help="ages of the samples' weights, in steps")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first_seed", type=int, default=1)
     parser.add_argument("--steps", type=int, help="of a run, in place of the task's")
-    parser.add_argument("--work", type=pathlib.Path, default=ROOT / "runs/learning", help="starting models, programs")
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--tables", action="store_true", help="only print the tables")
+    add_options(parser, "runs/learning")
     args = parser.parse_args(argv)
     args.tasks = names_of(args.tasks, TASKS, "--tasks")
     if not all(text.isdecimal() for text in args.staleness.split(",")):
         raise UserError(f"--staleness={args.staleness} must be whole numbers separated by commas, as in 0,2,4")
     args.staleness = [int(text) for text in args.staleness.split(",")]
-    if args.seeds < 1:
-        raise UserError(f"--seeds={args.seeds} must be 1 or more; an interval needs 2")
-    args.work = args.work.resolve()
-    path = newest(args.out, begin()["date"], "sao")
-    if not args.tables:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        run_missing(args, path)
-    rows = lines_of(path)
-    if rows:
-        print(f"{title(rows[-1]['machine'])}; commit {rows[-1]['commit']}\n")
-    print(tables(rows, args))
-    print(f"\n{os.path.relpath(path)}")
+    run_and_print(args, "sao", run_missing, lambda rows: tables(rows, args))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,11 @@ class ModelConfigs:
     total_steps: int = 0
     prompt_lengths: tuple[int, ...] = ()  # of the training prompts, in tokens; (): unknown
 
+    @property
+    def configs(self) -> list[ModelConfig]:
+        """The configs of the models that there are."""
+        return [cfg for cfg in (self.policy, self.critic, self.reference) if cfg is not None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Models:

@@ -43,16 +43,17 @@ PARITY_LIMIT_S = 240.0
 
 def check_models(c: Settings) -> Iterator[Finding]:
     """Checks every model's directory and weight headers."""
-    policy, critic, reference = read_models_of_run(c)
+    models = read_models_of_run(c)
+    policy = models.policy
     random = ", random weights" if c.model.init == "random" else ""
     parts = [
         f"{c.model.path}: {policy.family}, {memory.engine_bytes(policy, 'float32') / 4e6:,.0f}M parameters{random}"
     ]
     if policy.unread is not None:
         parts.append(policy.unread)
-    if critic is not None and path_of_critic(c) != c.model.path:
+    if models.critic is not None and path_of_critic(c) != c.model.path:
         parts.append(f"critic {path_of_critic(c)}")
-    if reference is not None and c.ref.path != "policy":
+    if models.reference is not None and c.ref.path != "policy":
         parts.append(f"reference {c.ref.path}")
     if c.ref.url:
         parts.append(f"reference at {c.ref.url}")
@@ -68,7 +69,7 @@ def check_reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
 
 def check_tokenizer(c: Settings) -> Iterator[Finding]:
     """Checks the tokenizer against the models, the end tokens, and the template."""
-    tokenizer = read_tokenizer(c, *(model for model in read_models_of_run(c) if model is not None))
+    tokenizer = read_tokenizer(c, *read_models_of_run(c).configs)
     ends = " ".join(map(str, tokenizer.convert_ids_to_tokens(end_token_ids(c.model.path, tokenizer))))
     ends = f"end tokens {ends} are ignored" if c.rollout.ignore_eos else f"a response ends with {ends}"
     template = "a chat template" if tokenizer.chat_template else "no chat template: prompts must be text"
@@ -177,7 +178,7 @@ def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
 
 def check_parity(c: Settings) -> Iterator[Finding]:
     """Compares the policy's log-probs of a few random tokens with transformers'; skipped without torch."""
-    policy, _, _ = read_models_of_run(c)
+    policy = read_models_of_run(c).policy
     if c.model.init == "random":
         yield Finding("parity", "OK", "skipped: random weights")
         return

@@ -11,7 +11,7 @@ from jppo.data.prompts import PromptSet, mixture, read_prompts
 from jppo.data.stream import user_order
 from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.errors import UserError, expanded
-from jppo.learner.make import find_frozen, make_adapters, require_optimizers
+from jppo.learner.make import require_optimizers
 from jppo.learner.ppo import ModelConfigs
 from jppo.models import hf
 from jppo.models.config import ModelConfig
@@ -50,10 +50,10 @@ def require_reward(c: Settings, inputs: Inputs) -> None:
 def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     """Reads and checks all files before a device or a server is used; a forecast needs no `weights`."""
     require_optimizers(c)
-    policy, critic, reference = read_models_of_run(c, weights=weights)
-    require_publishable(c, policy)
-    tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
-    if reference is not None and c.ref.path != "policy":
+    models = read_models_of_run(c, weights=weights)
+    require_publishable(c, models.policy)
+    tokenizer = read_tokenizer(c, *models.configs)
+    if models.reference is not None and c.ref.path != "policy":
         _check_reference_tokens(c.ref.path, tokenizer)
     end_tokens, agent = _read_ends_and_agent(c, tokenizer)
     arguments = dict[str, Any](max_samples=c.data.train_max_samples) | _prompt_arguments(c, tokenizer, agent)
@@ -71,19 +71,12 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     _require_teachers(c.ref.url, {p.data_source for p in train.prompts})
     val = _read_val(c, tokenizer, agent)
     sources = {p.data_source for p in (*train.prompts, *val.prompts)}
+    steps, lengths = total_steps(c, len(train.prompts)), tuple(len(prompt.ids) for prompt in train.prompts)
     return Inputs(
+        **vars(models) | {"total_steps": steps, "prompt_lengths": lengths},
         train=train,
         val=val,
         sources=tuple(sorted(sources)),
-        policy=policy,
-        critic=critic,
-        reference=reference,
-        adapters=make_adapters(c),
-        critic_adapters=make_adapters(c, c.critic) if critic is not None else None,
-        frozen=find_frozen(c, "actor", policy, head="lm"),
-        critic_frozen=find_frozen(c, "critic", critic, head="value"),
-        total_steps=total_steps(c, len(train.prompts)),
-        prompt_lengths=tuple(len(prompt.ids) for prompt in train.prompts),
         tokenizer=tokenizer,
         end_tokens=end_tokens,
         agent=agent,

@@ -28,17 +28,19 @@ from jppo.settings import Loop, Optimizer, Settings, importance_band, parts, rej
 from jppo.types import Array, Params, TrainState
 
 VALUE_NORM = "value_norm"  # in config.json: the statistics of returns that a fitted critic's values are normalised by
-Configs = tuple[ModelConfig, ModelConfig | None, ModelConfig | None]  # of policy, critic and reference
 
 
-def read_models_of_run(c: Settings, *, weights: bool = True) -> Configs:
+def read_models_of_run(c: Settings, *, weights: bool = True) -> ModelConfigs:
     """Reads the configs of the models that a PPO run needs, and checks the headers of their `weights`."""
     with_reference = (c.algorithm.use_kl_in_reward or c.actor.use_kl_loss) and not c.ref.url
     return read_models(c, with_critic=wants_critic(c), with_reference=with_reference, weights=weights)
 
 
-def read_models(c: Loop, *, with_critic: bool, with_reference: bool, weights: bool = True) -> Configs:
-    """Reads the configs of the policy, and of critic and reference if wanted; checks the headers of their `weights`."""
+def read_models(c: Loop, *, with_critic: bool, with_reference: bool, weights: bool = True) -> ModelConfigs:
+    """Reads the configs of the policy, and of critic and reference if wanted; checks the headers of their `weights`.
+
+    Finds adapters and frozen parameters, too.
+    """
 
     def read_config(path: str, head: Head, init: str) -> ModelConfig:
         config, cfg = hf.read_config(path, longest=c.data.longest_row)
@@ -55,22 +57,29 @@ def read_models(c: Loop, *, with_critic: bool, with_reference: bool, weights: bo
 
     policy = read_config(c.model.path, "lm", c.model.init)
     critic = read_config(path_of_critic(c), "value", critic_init(c)) if with_critic else None
-    if not with_reference:
-        return policy, critic, None
-    reference = policy if c.ref.path == "policy" else read_config(c.ref.path, "lm", "pretrained")
-    if reference.vocab_size != policy.vocab_size:
+    reference = None
+    if with_reference:
+        reference = policy if c.ref.path == "policy" else read_config(c.ref.path, "lm", "pretrained")
+    if reference is not None and reference.vocab_size != policy.vocab_size:
         raise UserError(
             f"ref.path={c.ref.path}: a reference has the policy's vocabulary, {policy.vocab_size} tokens, and this one"
             f" has {reference.vocab_size}; use a model with that vocab_size"
         )
-    return policy, critic, reference
+    return ModelConfigs(
+        policy=policy,
+        critic=critic,
+        reference=reference,
+        adapters=make.make_adapters(c),
+        critic_adapters=None if critic is None else make.make_adapters(c, c.critic),
+        frozen=make.find_frozen(c, "actor", policy, head="lm"),
+        critic_frozen=make.find_frozen(c, "critic", critic, head="value"),
+    )
 
 
 def require_models_fit(inputs: ModelConfigs, mesh: Mesh) -> None:
     """Runs `require_divisible` for every model of a run, before a server starts."""
-    for cfg in (inputs.policy, inputs.critic, inputs.reference):
-        if cfg is not None:
-            sharding.require_divisible(cfg, mesh)
+    for cfg in inputs.configs:
+        sharding.require_divisible(cfg, mesh)
 
 
 def path_of_critic(c: Loop) -> str:

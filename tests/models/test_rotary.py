@@ -76,8 +76,9 @@ def test_trainer_and_engine_choose_by_the_settings_of_the_run(checkpoint, respon
     c = settings.default()
     c.model.path, c.model.init = str(checkpoint("phi3-partial")[0]), "random"
     c.data.max_prompt_length, c.data.max_response_length = 40, response
-    policy, critic, _ = read_models_of_run(typed(c))
-    assert policy.max_position_embeddings == critic.max_position_embeddings == context
+    models = read_models_of_run(typed(c))
+    policy = models.policy
+    assert policy.max_position_embeddings == models.critic.max_position_embeddings == context
     assert inprocess_settings(typed(c), mesh_of_shape((1, 1, 1))).cfg.kinds == policy.kinds
 
 

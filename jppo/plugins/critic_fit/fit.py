@@ -15,7 +15,6 @@ import numpy as np
 from jppo.algorithms import values
 from jppo.errors import UserError
 from jppo.learner import batch, estimate, estimators, make, packing, ppo
-from jppo.learner.ppo import ModelConfigs
 from jppo.learner.streams import Start, fold
 from jppo.learner.trainable import Trainable
 from jppo.models import hf_write
@@ -46,18 +45,16 @@ class Fit:
 def open_fit(c: Settings, samples: Sequence[Logged], epochs: int) -> tuple[Fit, Params, Any]:
     """Loads the critic; returns the fit, the critic's weights and its optimizer's state."""
     mesh, steps = make.open_mesh(c), epochs * -(-len(samples) // c.sequences_of_step)
-    policy, critic, _ = run_make.read_models(c, with_critic=True, with_reference=False)
-    adapters = make.make_adapters(c, c.critic)
-    frozen = make.find_frozen(c, "critic", critic, head="value")
-    inputs = ModelConfigs(
-        policy=policy, critic=critic, critic_adapters=adapters, critic_frozen=frozen, total_steps=steps
-    )
+    models = run_make.read_models(c, with_critic=True, with_reference=False)
+    inputs = dataclasses.replace(models, total_steps=steps)
+    policy, critic = inputs.policy, inputs.critic
     passes = run_make.make_passes(c, run_make.make_loop_recipe(c), inputs, mesh)
     assert critic is not None and passes.critic is not None
     cfg = pad_vocab(critic, mesh.shape["tensor"])
     trained = make.load_trained(
         c, mesh, cfg, run_make.path_of_critic(c), head="value", init=run_make.critic_init(c),
-        key=fold(jax.random.key(c.trainer.seed), Start.CRITIC), adapters=adapters, frozen=frozen,
+        key=fold(jax.random.key(c.trainer.seed), Start.CRITIC), adapters=inputs.critic_adapters,
+        frozen=inputs.critic_frozen,
     )  # fmt: skip
     trained = make.offload_if(trained, c.critic.param_offload)
     loss, scaled = passes.critic, c.model.scales_loss

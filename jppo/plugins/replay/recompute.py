@@ -12,8 +12,7 @@ from jppo.data.stream import Cursor
 from jppo.errors import UserError
 from jppo.learner import batch, make, ppo, state
 from jppo.learner.episodes import Episodes, make_episodes, with_branches
-from jppo.learner.make import find_frozen
-from jppo.learner.ppo import ModelConfigs, StepLearner
+from jppo.learner.ppo import StepLearner
 from jppo.learner.views import COLUMN
 from jppo.plugins.replay import bundle as bundles
 from jppo.plugins.replay.bundle import Bundle, Computed, Samples
@@ -79,16 +78,10 @@ def settings_of(bundle: Bundle) -> ConfigDict:
 
 def open_replay(bundle: Bundle, c: Settings) -> Replay:
     """Makes models and passes as the run did; reads weights only where the step reads some that no step changes."""
-    policy, critic, reference = read_models_of_run(c, weights=False)
-    adapters, critic_adapters = make.make_adapters(c), None if critic is None else make.make_adapters(c, c.critic)
-    frozen, critic_frozen = find_frozen(c, "actor", policy, head="lm"), find_frozen(c, "critic", critic, head="value")
-    models = ModelConfigs(
-        policy=policy, critic=critic, reference=reference, adapters=adapters, critic_adapters=critic_adapters,
-        frozen=frozen, critic_frozen=critic_frozen, total_steps=bundle.total_steps,
-    )  # fmt: skip
-    tokenizer = read_tokenizer(c, *(cfg for cfg in (policy, critic, reference) if cfg is not None))
-    mesh = make.open_mesh(c)
-    reads_weights = any((reference, adapters, critic_adapters, frozen, critic_frozen))
+    models = dataclasses.replace(read_models_of_run(c, weights=False), total_steps=bundle.total_steps)
+    tokenizer, mesh = read_tokenizer(c, *models.configs), make.open_mesh(c)
+    unlearned = (models.reference, models.adapters, models.critic_adapters, models.frozen, models.critic_frozen)
+    reads_weights = any(unlearned)
     learner, begin = make_learner(c, models, mesh, sketch=not reads_weights)
     if learner.spare() and not reads_weights:  # shapes have no padding to remove
         learner, begin = make_learner(c, models, mesh)

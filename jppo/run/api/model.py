@@ -30,7 +30,7 @@ from jppo.errors import UserError
 from jppo.learner import make, ppo, sharding
 from jppo.learner.auto_packing import with_packing
 from jppo.learner.batch import Micro
-from jppo.learner.make import find_frozen, make_adapters, open_mesh
+from jppo.learner.make import open_mesh
 from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
@@ -395,20 +395,11 @@ def open_model(
     c = make_settings(path, settings, mesh=mesh, lora=lora, critic=critic, engine=engine)
     rollout.share_gpu(c)
     reads = dict(with_critic=critic not in (None, False), with_reference=reads_reference(c, settings))
-    policy, critic_config, reference = read_models(c, **reads)
+    inputs = dataclasses.replace(read_models(c, **reads), total_steps=c.trainer.total_training_steps)
+    policy = inputs.policy
     require_publishable(c, policy)
-    tokenizer = read_tokenizer(c, *(model for model in (policy, critic_config, reference) if model is not None))
+    tokenizer = read_tokenizer(c, *inputs.configs)
     check_stop_texts(tokenizer, c.rollout.stop_texts)
-    inputs = ModelConfigs(
-        policy=policy,
-        critic=critic_config,
-        reference=reference,
-        adapters=make_adapters(c),
-        critic_adapters=make_adapters(c, c.critic) if critic_config is not None else None,
-        frozen=find_frozen(c, "actor", policy, head="lm"),
-        critic_frozen=find_frozen(c, "critic", critic_config, head="value"),
-        total_steps=c.trainer.total_training_steps,
-    )
     with contextlib.ExitStack() as stack:
         device_mesh = open_mesh(c)
         c = rollout.with_servers(c, device_mesh)
