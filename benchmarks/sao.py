@@ -42,7 +42,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def changes_of(arm: str, staleness: int, steps: int | None) -> dict[str, Any]:
-    """The settings of a run that differ from those of learning.py."""
+    """Returns the settings that a run changes in those of learning.py."""
     changes = dict(ARMS[arm][1])
     if staleness:
         changes |= {"rollout.mode": "async", "rollout.max_staleness": staleness}

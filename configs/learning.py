@@ -78,7 +78,7 @@ GROUPS = {"data.train_batch_size": 8, "rollout.n": 8}
 
 
 def get_config(arg: str = "runs/prove/tasks/quickstart") -> ml_collections.ConfigDict:
-    """Settings of the task that the folder `arg` is named after, without those of an algorithm."""
+    """Settings of a task, the last part of the path `arg`; those of an algorithm are added to them."""
     task = arg.rstrip("/").rpartition("/")[2]
     if task not in TASKS:
         raise UserError(f"learning:{arg}: the folder must have the name of a task, one of {', '.join(TASKS)}")

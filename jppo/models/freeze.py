@@ -1,4 +1,4 @@
-"""Frozen parameters: those of a whole model that keep their initial values while the others learn.
+"""Frozen parameters, which keep their initial values while the others learn.
 
 The learned parameters are a tree of their own and the frozen ones its base, as with adapters (`lora.py`). Only what is
 learned has a gradient, an optimizer state and a place in checkpoints.

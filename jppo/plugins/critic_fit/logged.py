@@ -37,7 +37,7 @@ class Logged:
 
 
 def read_run(run: pathlib.Path, encode: Encode, last_step: int) -> list[Logged | None]:
-    """Reads the graded samples of a run up to `last_step` (-1: all), or those of an evaluation.
+    """Reads the graded samples of a run, up to `last_step` (-1: all), or of an evaluation.
 
     `encode` makes fields of samples without a token record; a sample for which it has None is None.
     """

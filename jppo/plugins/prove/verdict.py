@@ -12,11 +12,11 @@ from jppo.statistics import mean_se
 
 MARGIN = 0.15  # units
 LAST = 5  # the final score is the mean over the last 1 / LAST of the steps
-RULE = f"""Scores are means over the samples of a step; a final score is that of the last fifth of the steps. Intervals
-are 95%, by Student's t over seeds; differences are paired by seed. A unit is the gain of the task's better reference
-over the first step. An interval within ±{MARGIN} units is a tie, another one better or worse if it excludes 0. An
-algorithm learns a task if the interval of its gain is above {MARGIN} units, and does not if its mean is not. It passes
-if it learns every task and is not worse than both references."""
+RULE = f"""The score of a step is the mean of its samples, a final score the mean of the last fifth of the steps.
+Intervals are 95%, by Student's t over seeds; differences are paired by seed. A unit is the gain of the task's better
+reference over the first step. An interval within ±{MARGIN} units is a tie, another one better or worse if it excludes
+0. An algorithm learns a task if the interval of its gain is above {MARGIN} units, and does not if its mean is not. It
+passes if it learns every task and is not worse than both references."""
 PHRASES = {"tie": "ties with", "better": "better than", "worse": "worse than", "undecided": "undecided against"}
 
 

@@ -167,7 +167,7 @@ def _as_list(x: Any) -> Any:
 
 
 def find_bundle(run: pathlib.Path, step: int | None) -> pathlib.Path:
-    """Returns the folder of a recorded step; with None that of the only one."""
+    """Returns the folder of a recorded step; `step` may be None if there is one only."""
     folders = {path.name.removeprefix("step_"): path for path in (run / "replay").glob("step_*") if not path.suffix}
     names = sorted(folders, key=lambda name: (len(name), name))
     if not run.is_dir() or (run / "about.json").is_file():

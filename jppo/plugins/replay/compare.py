@@ -49,7 +49,7 @@ class StageResult:
     """The comparison of a stage."""
 
     count: int  # of numbers; 0: the step has no such stage
-    first: Difference | None  # None: no number differs by more than the tolerance
+    first: Difference | None  # None: all are equal within the tolerance
     largest: float  # difference, relative to the largest number of its array; infinite for texts and integers
 
 
