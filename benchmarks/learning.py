@@ -107,11 +107,11 @@ def checksum(folder: pathlib.Path) -> int:
     return crc
 
 
-def prepare(task: str, work: pathlib.Path, stories_model: pathlib.Path | None) -> int:
+def prepare(task: str, work: pathlib.Path, stories_model: pathlib.Path | None, heads: int = 4) -> int:
     """Makes data and starting model of a task, if they are not there; returns their checksum."""
     folder = work / task
     if not tasks.is_ready(task, folder, stories_model):
-        tasks.prepare(task, folder, stories_model)
+        tasks.prepare(task, folder, stories_model, heads=heads)
     return checksum(folder)
 
 

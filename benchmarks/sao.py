@@ -2,11 +2,12 @@
 
     python benchmarks/sao.py                                     # both tasks, 5 seeds
     python benchmarks/sao.py --tasks=chain --staleness=0,4 --seeds=1
+    python benchmarks/sao.py --tasks=bisection --staleness=4 --seeds=1 --engine=vllm
     python benchmarks/sao.py --tables                            # prints the tables, runs nothing
 
 The tasks `chain` and `bisection`, their starting models and the common settings are learning.py's: 64 responses a step,
-in process, requested `staleness` steps ahead. SAO is configs/sao.py's algorithm with PPO's learning rates; PPO and GRPO
-correct the age of a sample by a weight, as configs/async.py does. Every finished run is a line of
+in process or by a vLLM server, requested `staleness` steps ahead. SAO is configs/sao.py's algorithm with PPO's learning
+rates; PPO and GRPO correct the age of a sample by a weight, as configs/async.py does. Every finished run is a line of
 OUT/<date>-<machine>-sao.jsonl; the same command later adds the missing runs.
 
 Scores are as in learning.py. "age" is the mean age of samples in updates. Intervals are 95% over seeds.
@@ -24,11 +25,13 @@ from learning import Row, figures, prepare, run, settings_of
 from machine import add_options, begin, lines_of, machine, names_of, run_and_print
 
 from jppo import settings
+from jppo.configs import learning
 from jppo.errors import UserError
 from jppo.settings import value_of
 
 TASKS = ("chain", "bisection")
 AGE = "rollout/staleness_mean"
+SERVED_HEADS = 2  # of 32, the smallest that vLLM serves on a CPU
 _CORRECTED = {"algorithm.old_logprob": "correction", "algorithm.rollout_is": "token"}
 _TAKEN = ("algorithm.lam_alpha", "algorithm.old_logprob", "algorithm.rollout_is", "algorithm.rollout_is_threshold")
 _TAKEN += ("actor.loss_mode", "critic.freeze", "critic.lam", "critic.ppo_epochs")
@@ -41,12 +44,14 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def changes_of(arm: str, staleness: int, steps: int | None) -> dict[str, Any]:
+def changes_of(arm: str, staleness: int, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings that a run changes in those of learning.py."""
     changes = dict(ARMS[arm][1])
     if staleness:
         changes |= {"rollout.mode": "async", "rollout.max_staleness": staleness}
-    return changes if steps is None else changes | {"trainer.total_training_steps": steps}
+    if args.engine != learning.COMMON["rollout.name"]:
+        changes |= {"rollout.name": args.engine}
+    return changes if args.steps is None else changes | {"trainer.total_training_steps": args.steps}
 
 
 def identity(row: Row) -> str:
@@ -57,17 +62,18 @@ def identity(row: Row) -> str:
 def run_missing(args: argparse.Namespace, path: pathlib.Path) -> None:
     """Runs what the file lacks, seed by seed, and adds each run to it."""
     done = {identity(row) for row in lines_of(path)}
+    work, heads = (args.work, 4) if args.engine == "inprocess" else (args.work / "vllm", SERVED_HEADS)
     for task in args.tasks:
-        start = prepare(task, args.work, None)
+        start = prepare(task, work, None, heads)
         for seed in range(args.first_seed, args.first_seed + args.seeds):
             for staleness in args.staleness:
                 for arm, (algorithm, _) in ARMS.items():
-                    changes = changes_of(arm, staleness, args.steps)
+                    changes = changes_of(arm, staleness, args)
                     row = {"task": task, "arm": arm, "staleness": staleness, "seed": seed, "start": start}
                     row |= {"settings": settings_of(task, algorithm, changes)}
                     if identity(row) in done:
                         continue
-                    row |= begin() | {"machine": machine()} | run(task, algorithm, seed, args.work, changes)
+                    row |= begin() | {"machine": machine()} | run(task, algorithm, seed, work, changes)
                     with path.open("a") as file:
                         file.write(json.dumps(row) + "\n")
                     print(
@@ -80,7 +86,7 @@ def select(rows: Sequence[Row], task: str, staleness: int, args: argparse.Namesp
     start = next((row["start"] for row in reversed(rows) if row["task"] == task), None)
     selected = {}
     for arm, (algorithm, _) in ARMS.items():
-        mine = (task, arm, settings_of(task, algorithm, changes_of(arm, staleness, args.steps)), start)
+        mine = (task, arm, settings_of(task, algorithm, changes_of(arm, staleness, args)), start)
         selected[arm] = [r for r in rows if (r["task"], r["arm"], r["settings"], r["start"]) == mine]
     return selected if all(len(runs) >= args.seeds for runs in selected.values()) else {}
 
@@ -116,6 +122,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--staleness", default="0,2,4", help="ages of the samples' weights, in steps")
+    parser.add_argument("--engine", choices=("inprocess", "vllm"), default="inprocess", help="what samples")
     parser.add_argument("--steps", type=int, help="of a run, in place of the task's")
     add_options(parser, "runs/learning")
     args = parser.parse_args(argv)

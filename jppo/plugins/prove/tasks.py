@@ -26,8 +26,8 @@ SMALL = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "v
 SMALL |= {"max_position_embeddings": 128}
 
 
-def prepare(task: str, folder: pathlib.Path, model: pathlib.Path | None) -> None:
-    """Makes data and starting model in `folder`; `model` is of stories, for `rlhf`."""
+def prepare(task: str, folder: pathlib.Path, model: pathlib.Path | None, *, heads: int = 4) -> None:
+    """Makes data and starting model in `folder`; `model` is of stories, for `rlhf`; `heads` for chain and bisection."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     if task == "quickstart":  # as `make quickstart` makes them
@@ -35,10 +35,10 @@ def prepare(task: str, folder: pathlib.Path, model: pathlib.Path | None) -> None
         _imitate(settings.recipe("quickstart_sft", str(folder)), IMITATION_STEPS)
     elif task == "chain":
         sets, longest = chain.make(seed=1, test=TEST), (5, 3 * chain.STEPS)
-        _start(folder, sets, chain.CHARACTERS, longest=longest, steps=2 * IMITATION_STEPS)
+        _start(folder, sets, chain.CHARACTERS, longest=longest, steps=2 * IMITATION_STEPS, heads=heads)
     elif task == "bisection":
         sets, longest = bisection.make(seed=1, test=TEST), (1, 3 * bisection.GUESSES)
-        _start(folder, sets, bisection.CHARACTERS, longest=longest, steps=IMITATION_STEPS)
+        _start(folder, sets, bisection.CHARACTERS, longest=longest, steps=IMITATION_STEPS, heads=heads)
     elif model is not None:
         _prepare_stories(folder, model)
     (folder / READY).touch()
@@ -74,11 +74,12 @@ def _prepare_stories(folder: pathlib.Path, model: pathlib.Path) -> None:
 
 
 def _start(
-    folder: pathlib.Path, sets: Mapping[str, Any], characters: str, *, longest: tuple[int, int], steps: int
+    folder: pathlib.Path, sets: Mapping[str, Any], characters: str, *, longest: tuple[int, int], steps: int, heads: int
 ) -> None:
     """Writes the rows of each set and fine-tunes a small model on `sft`."""
     arithmetic.write(folder / "data", sets, characters)
-    (folder / "data/model/config.json").write_text(json.dumps(arithmetic.MODEL | SMALL))
+    model = arithmetic.MODEL | SMALL | {"num_attention_heads": heads}
+    (folder / "data/model/config.json").write_text(json.dumps(model))
     c = settings.recipe("quickstart_sft", str(folder))
     c.data.max_prompt_length, c.data.max_response_length = longest
     c.data.train_batch_size = 64
