@@ -1,6 +1,7 @@
 """The site's API reference: signatures and docstrings of every public function and class.
 
-A page is a package. scripts/site_hook.py adds them to the site; nothing of jppo is imported.
+A page is a package. The site's search leaves these pages out, or they would fill its answers; the first one, a list
+of all names, has a search of its own. scripts/site_hook.py adds them to the site; nothing of jppo is imported.
 """
 
 import ast
@@ -11,12 +12,49 @@ from collections.abc import Iterator
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = "reference"  # of the site
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n"
+NAMES = """# Search functions and classes
+
+Every public name of the package, with the first line of its docstring. The search above covers the pages, not these.
+
+<input class="names" type="search" placeholder="Words of a name or a docstring" aria-label="Words" autofocus>
+<p class="names" aria-live="polite"></p>
+<ul class="names" data-search-exclude>
+{}
+</ul>
+<script>
+{{
+  const [box, count, list] = document.querySelectorAll(".names");
+  const texts = Array.from(list.children, (entry) => entry.textContent.toLowerCase());
+  const filter = () => {{
+    const words = box.value.toLowerCase().split(/\\s+/);
+    const shown = texts.map((text) => words.every((word) => text.includes(word)));
+    shown.forEach((show, i) => {{ list.children[i].hidden = !show; }});
+    count.textContent = shown.filter(Boolean).length + " of " + texts.length;
+  }};
+  box.addEventListener("input", filter);
+  filter();
+}}
+</script>
+"""
 
 
 def pages() -> dict[str, str]:
     """Returns the text of each page by its path in the site."""
     packages = sorted({path.parent for path in modules(ROOT / "jppo")})
-    return {f"{FOLDER}/{package.name}.md": page(package) for package in packages}
+    return {f"{FOLDER}/index.md": names()} | {f"{FOLDER}/{p.name}.md": NOT_SEARCHED + page(p) for p in packages}
+
+
+def names() -> str:
+    """Returns the page that lists every public function and class, with its search."""
+    entries = []
+    for path in modules(ROOT / "jppo"):
+        for node in public(ast.parse(path.read_text(encoding="utf-8"))):
+            link = f"{path.parent.name}.html#{dotted(path)}.{node.name}"
+            said = (ast.get_docstring(node) or "").partition("\n")[0]
+            entry = f'<li><a href="{link}">{node.name}</a> <code>{dotted(path)}</code> {html.escape(said)}</li>'
+            entries.append((node.name.lower(), entry))
+    return NAMES.format("\n".join(entry for _, entry in sorted(entries)))
 
 
 def page(package: pathlib.Path) -> str:
@@ -38,10 +76,14 @@ def module(path: pathlib.Path) -> Iterator[str]:
     yield f"## {name} {{ #{name} }}\n"
     if docstring := ast.get_docstring(tree):
         yield prose(docstring)
-    for node in tree.body:
-        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
-            yield f"### {node.name} {{ #{name}.{node.name} }}\n"
-            yield "```python\n" + "\n".join(outline(node, lines)) + "\n```\n"
+    for node in public(tree):
+        yield f"### {node.name} {{ #{name}.{node.name} }}\n"
+        yield "```python\n" + "\n".join(outline(node, lines)) + "\n```\n"
+
+
+def public(tree: ast.Module) -> list[Function | ast.ClassDef]:
+    """Returns the public functions and classes of a module."""
+    return [node for node in tree.body if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_")]
 
 
 def outline(node: Function | ast.ClassDef, lines: list[str]) -> Iterator[str]:

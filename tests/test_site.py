@@ -2,6 +2,7 @@
 
 import ast
 import html.parser
+import json
 import os
 import pathlib
 import re
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from tests.make import ROOT, script
+from tests.plugins.report import browser
 
 LOADED = {"link": "href", "script": "src", "img": "src", "source": "src", "iframe": "src"}
 
@@ -121,6 +123,32 @@ def test_a_function_is_shown_without_its_body_and_a_class_with_its_fields(refere
     lines = textwrap.dedent(source).strip().splitlines()
     [node] = ast.parse("\n".join(lines)).body
     assert list(reference.outline(node, lines)) == [*lines[:5], "", lines[6], "", *lines[9:13]]
+
+
+@pytest.mark.slow
+def test_the_search_finds_pages_and_not_the_reference(site):
+    index = json.loads((site[0] / "search/search_index.json").read_text(encoding="utf-8"))
+    places = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    assert {place for place in places if place.startswith("reference/")} == {"reference/index.html"}
+    assert {"configuration.html", "troubleshooting.html", "index.html"} <= places
+    parts = re.split(index["config"]["separator"], "model.lora_rank, 0.5")
+    assert {"model", "lora_rank", "0.5"} <= set(filter(None, parts))
+
+
+def test_the_list_of_functions_is_searched_by_words(reference, tmp_path):
+    if browser.find() is None:
+        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is installed")
+    (tmp_path / "names.html").write_text(f"<html data-drawn><meta charset=utf-8>{reference.names()}</html>", "utf-8")
+    shown = "Array.from(document.querySelectorAll('li:not([hidden]) a'), (link) => link.getAttribute('href'))"
+    with browser.browser(tmp_path / "browser") as tab:
+        tab.open(tmp_path / "names.html")
+        everything = tab.ask(shown)
+        tab.ask("{ const box = document.querySelector('input'); box.value = 'GAE advantage'; }")
+        tab.ask("document.querySelector('input').dispatchEvent(new Event('input'))")
+        found = tab.ask(shown)
+        assert not tab.errors
+    assert len(everything) > 1000 and "algorithms.html#jppo.algorithms.advantage.gae" in found
+    assert 0 < len(found) < 20
 
 
 @pytest.mark.slow
