@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from examples import arithmetic
-from jppo import evaluate, init, settings, train
+from jppo import evaluate, export, init, settings, train
 from jppo.data.stream import Cursor, next_batch, seen, user_order
 from jppo.learner.make import make_chain
 from jppo.plugins.agents.tools import read_tools
@@ -68,6 +68,25 @@ def test_the_readme_leads_from_prompts_and_a_function_to_a_tested_model(model, t
     assert not commands and pathlib.Path("runs/evaluate/summary.json").is_file()
     steps = make.read_lines("runs/train/metrics.jsonl")
     assert steps[-1]["step"] == 1 and pathlib.Path("runs/train/hf/config.json").is_file()
+
+
+def test_the_page_on_lora_leads_from_a_config_to_adapters_and_a_whole_model(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make.write_lines(pathlib.Path("train.jsonl"), [{"prompt": name} for name in ("One", "Two", "Six", "Ten")])
+    pathlib.Path("reward.py").write_text(block("README.md", "# reward.py", "python"))
+    init.main(["train.jsonl", "--model", str(model), "--reward", "reward.py", "--algorithm", "grpo"])
+    lines = [line.partition("#")[0].split()[1:] for line in block("docs/lora.md", "jppo train").splitlines()]
+    assert [line[0] for line in lines] == ["train", "evaluate", "export", "export"]
+    small = ["rollout.name=inprocess", "data.max_response_length=8", "trainer.total_training_steps=1"]
+    train.main([*lines[0][1:], *(f"--config.{setting}" for setting in small)])
+    for line in lines[2:]:
+        export.main(line[1:])
+    adapter, merged = json.loads(pathlib.Path("adapter/adapter_config.json").read_text()), pathlib.Path("merged")
+    assert (adapter["r"], adapter["lora_alpha"]) == (32, 32) and (merged / "config.json").is_file()
+    assert pathlib.Path("runs/train/adapter/adapter_config.json").is_file()
+    whole = "model.safetensors"
+    assert (merged / whole).read_bytes() == pathlib.Path("runs/train/hf", whole).read_bytes()
+    evaluate.main([*lines[1][1:], "--max_response_length=8", "--config.rollout.name=inprocess"])
 
 
 def test_the_loop_of_the_page_trains(model, tmp_path, monkeypatch):
