@@ -3,6 +3,7 @@
 All of it is the table of jppo/settings/table.py.
 """
 
+import re
 import textwrap
 
 from jppo.settings.setting import Setting
@@ -24,17 +25,16 @@ SECTIONS = {
 HEAD = """\
 # Configuration
 
-Every setting of `jppo.train`, `jppo.sft`, `jppo.reward_model` and `jppo.dpo`: type, unit, default, meaning, allowed
-values. [From verl](verl.md) has verl's names. A file in `configs/` sets some of them, the command line the rest:
+Every setting of `jppo.train`, `jppo.sft`, `jppo.reward_model` and `jppo.dpo`: type with bounds, unit, default, meaning,
+choices. [From verl](verl.md) has verl's names. A file in `configs/` sets some of them, the command line the rest:
 
 ```
 python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7 --config.rollout.n=4
 python -m jppo.train --config=configs/gsm8k.py --config.mesh.fsdp=4 --dry_run
 ```
 
-`python -m jppo.train --help` prints the same list. An unknown name, a value of another type or one out of bounds
-is an error of one line before anything starts. A default of None follows another setting. This page is printed by
-`scripts/settings_page.py`.
+`python -m jppo.train --help` prints the same list. A wrong name or value is an error of one line before anything starts. A
+default of None follows another setting. `scripts/settings_page.py` prints this page.
 """
 TAIL = """
 ## Fine-tuning
@@ -81,13 +81,34 @@ def page() -> str:
 
 def item(setting: Setting) -> str:
     """One setting."""
-    about = [setting.meaning, setting.allowed(), condition(setting)]
+    meaning, kind = explained(setting), setting.type.__name__
+    about = [meaning, setting.allowed() if setting.choices and meaning == setting.meaning else "", condition(setting)]
     twin = PPO.get(f"actor.{setting.name.partition('.')[2]}")
     if twin is not None and twin is not setting and twin.meaning == setting.meaning:
         about = [f"As `{twin.name}`", condition(setting)]
     text = ". ".join(part for part in about if part)
-    kind = f"{setting.type.__name__}, {setting.unit}" if setting.unit else setting.type.__name__
-    return wrapped(f"**`{setting.name}`** ({kind}, `{setting.default!r}`) {text}.", "- ") + "\n"
+    facts = ", ".join(filter(None, (f"{kind} {bounds(setting)}".strip(), setting.unit, f"`{setting.default!r}`")))
+    return wrapped(f"**`{setting.name}`** ({facts}) {text}.", "- ") + "\n"
+
+
+def explained(setting: Setting) -> str:
+    """Returns the meaning, with its choices marked where it explains every one of them, as in `none: all are kept`."""
+    named = [
+        rf"(?<![\w']){re.escape(repr(choice) if choice == '' else str(choice))}(?=:)" for choice in setting.choices
+    ]
+    if not all(re.search(name, setting.meaning) for name in named):
+        return setting.meaning
+    return re.sub("|".join(named), r"`\g<0>`", setting.meaning) if named else setting.meaning
+
+
+def bounds(setting: Setting) -> str:
+    """Returns the bounds of a number, as in `≥1`; '' for none."""
+    low, high = setting.interval
+    if low is None:
+        return ""
+    least = f"{'>' if setting.bounds[0] == '(' else '≥'}{low}"
+    allowed = least if high is None else f"in {setting.bounds[0]}{low}, {high}{setting.bounds[-1]}"
+    return allowed if setting.off is None else f"{allowed} or {setting.off}"
 
 
 def condition(setting: Setting) -> str:
@@ -97,8 +118,8 @@ def condition(setting: Setting) -> str:
         return f"Not with `{switch}={wanted}`"
     switch, equals, wanted = setting.only.partition("=")
     if equals:
-        return f"Only with `{setting.only}`" if wanted else f"Only with an empty `{switch}`"
-    return f"Only with `{switch}`" if switch else ""
+        return f"Needs `{setting.only}`" if wanted else f"Needs an empty `{switch}`"
+    return f"Needs `{switch}`" if switch else ""
 
 
 def wrapped(text: str, mark: str) -> str:

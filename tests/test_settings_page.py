@@ -30,9 +30,10 @@ def test_the_page_has_every_setting_with_its_default_and_choices():
         for choice in TABLE[name].choices:
             assert same or f"`{choice}`" in shown[name] or f"`{choice!r}`" in shown[name], name
     for name, said in {
-        "algorithm.gamma": "At least 0.0 and at most 1", "rollout.top_p": "Above 0",
-        "trainer.save_freq": "At least 1, or -1", "rollout.health_timeout_s": "(float, seconds, `60.0`)",
-        "rollout.max_staleness": "Only with `rollout.mode=async`",
+        "algorithm.gamma": "(float in [0, 1], `1.0`)", "rollout.top_p": "(float in (0, 1], `1.0`)",
+        "trainer.save_freq": "(int ≥1 or -1, ", "rollout.health_timeout_s": "(float >0, seconds, `60.0`)",
+        "data.row_lengths": "(int in [1, 256] or -1, `-1`)", "model.remat": "`none`: all are kept",
+        "rollout.max_staleness": "Needs `rollout.mode=async`",
     }.items():  # fmt: skip
         assert said in shown[name]
 
