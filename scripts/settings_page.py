@@ -33,8 +33,8 @@ python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7 --config.r
 python -m jppo.train --config=configs/gsm8k.py --config.mesh.fsdp=4 --dry_run
 ```
 
-`python -m jppo.train --help` prints the same list. A wrong name or value is an error of one line before anything starts. A
-default of None follows another setting. `scripts/settings_page.py` prints this page.
+`python -m jppo.train --help` prints the same list. A wrong name or value is an error of one line before anything
+starts. A default of None follows another setting. `scripts/settings_page.py` prints this page.
 """
 TAIL = """
 ## Fine-tuning
@@ -93,9 +93,8 @@ def item(setting: Setting) -> str:
 
 def explained(setting: Setting) -> str:
     """Returns the meaning, with its choices marked where it explains every one of them, as in `none: all are kept`."""
-    named = [
-        rf"(?<![\w']){re.escape(repr(choice) if choice == '' else str(choice))}(?=:)" for choice in setting.choices
-    ]
+    choices = [repr(choice) if choice == "" else str(choice) for choice in setting.choices]
+    named = [rf"(?<![\w']){re.escape(choice)}(?=:)" for choice in choices]
     if not all(re.search(name, setting.meaning) for name in named):
         return setting.meaning
     return re.sub("|".join(named), r"`\g<0>`", setting.meaning) if named else setting.meaning
