@@ -12,13 +12,15 @@ SECTION = re.compile(r"(?<=^## The tree\n\n```\n).*?(?=^```$)", re.S | re.M)
 
 
 def packages() -> Iterator[str]:
-    """Yields each package with the first line of its description, and of jppo itself the names of its modules."""
+    """Yields each package of the core with the first line of its description; the names of plugins and of commands."""
     for init in sorted((ROOT / "jppo").rglob("__init__.py")):
         folder = init.parent
+        if "plugins" in folder.parent.relative_to(ROOT).parts:
+            continue
         yield f"{f'{folder.relative_to(ROOT)}/':<26} {_about(init)}"
-        if folder.name == "jppo":
-            names = ", ".join(path.stem for path in sorted(folder.glob("*.py")) if path != init)
-            yield from textwrap.wrap(names, 132, initial_indent="    ", subsequent_indent="    ")
+        inner = {"jppo": folder.glob("*.py"), "plugins": (path.parent for path in folder.glob("*/__init__.py"))}
+        names = ", ".join(path.stem for path in sorted(inner.get(folder.name, ())) if path != init)
+        yield from textwrap.wrap(names, 132, initial_indent="    ", subsequent_indent="    ")
 
 
 def _about(path: pathlib.Path) -> str:
