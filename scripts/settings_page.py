@@ -25,16 +25,16 @@ SECTIONS = {
 HEAD = """\
 # Configuration
 
-Every setting of `jppo.train`, `jppo.sft`, `jppo.reward_model` and `jppo.dpo`: type with bounds, unit, default, meaning,
-choices. [From verl](verl.md) has verl's names. A file in `configs/` sets some of them, the command line the rest:
+Every setting of `jppo.train`, `jppo.sft`, `jppo.reward_model` and `jppo.dpo`: bounds, unit, default, which shows the
+type, meaning, choices. [From verl](verl.md) has verl's names. A file in `configs/` sets some, the command line others:
 
 ```
 python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7 --config.rollout.n=4
 python -m jppo.train --config=configs/gsm8k.py --config.mesh.fsdp=4 --dry_run
 ```
 
-`python -m jppo.train --help` prints the same list. A wrong name or value is an error of one line before anything
-starts. A default of None follows another setting. `scripts/settings_page.py` prints this page.
+`python -m jppo.train --help` prints the same list. A default of None follows another setting.
+`scripts/settings_page.py` prints this page.
 """
 TAIL = """
 ## Fine-tuning
@@ -81,7 +81,7 @@ def page() -> str:
 
 def item(setting: Setting) -> str:
     """One setting."""
-    meaning, kind = explained(setting), setting.type.__name__
+    meaning, kind = explained(setting), setting.type.__name__ if setting.default is None else ""
     about = [meaning, setting.allowed() if setting.choices and meaning == setting.meaning else "", condition(setting)]
     twin = PPO.get(f"actor.{setting.name.partition('.')[2]}")
     if twin is not None and twin is not setting and twin.meaning == setting.meaning:

@@ -30,9 +30,9 @@ def test_the_page_has_every_setting_with_its_default_and_choices():
         for choice in TABLE[name].choices:
             assert same or f"`{choice}`" in shown[name] or f"`{choice!r}`" in shown[name], name
     for name, said in {
-        "algorithm.gamma": "(float in [0, 1], `1.0`)", "rollout.top_p": "(float in (0, 1], `1.0`)",
-        "trainer.save_freq": "(int ≥1 or -1, ", "rollout.health_timeout_s": "(float >0, seconds, `60.0`)",
-        "data.row_lengths": "(int in [1, 256] or -1, `-1`)", "model.remat": "`none`: all are kept",
+        "algorithm.gamma": "(in [0, 1], `1.0`)", "rollout.top_p": "(in (0, 1], `1.0`)",
+        "trainer.save_freq": "(≥1 or -1, ", "rollout.health_timeout_s": "(>0, seconds, `60.0`)",
+        "data.row_lengths": "(in [1, 256] or -1, `-1`)", "model.remat": "`none`: all are kept",
         "rollout.max_staleness": "Needs `rollout.mode=async`",
     }.items():  # fmt: skip
         assert said in shown[name]
