@@ -5,6 +5,7 @@ All of it is the table of jppo/settings/table.py.
 
 import re
 import textwrap
+from collections.abc import Iterable
 
 from jppo.settings.setting import Setting
 from jppo.settings.table import DPO, PPO, REWARD_MODEL, SFT
@@ -65,27 +66,35 @@ def page() -> str:
     parts = [HEAD]
     for section, (about, where) in SECTIONS.items():
         parts.append(f"\n## {section}\n\n{about[0].upper()}{about[1:]}; see {where}.\n\n")
-        parts += [item(setting) for name, setting in PPO.items() if name.split(".")[0] == section]
+        parts.append(items(setting for name, setting in PPO.items() if name.split(".")[0] == section))
     parts.append(TAIL)
     same = [name for name in PPO if name in SFT]
     for section in dict.fromkeys(name.split(".")[0] for name in same):
         listed = ", ".join(f"`{name}`" for name in same if name.split(".")[0] == section)
         parts.append(f"\n{wrapped(listed, '- ')}")
-    parts += ["\n\n### Further settings\n\n", *(item(setting) for name, setting in SFT.items() if name not in PPO)]
+    parts += ["\n\n### Further settings\n\n", items(setting for name, setting in SFT.items() if name not in PPO)]
     for head, table in ((PAIRS, REWARD_MODEL), (DPO_HEAD, DPO)):
         without = ", ".join(f"`{name}`" for name in SFT if name not in table)
         parts.append(head.format(without=textwrap.fill(without, WIDTH, break_long_words=False)))
-        parts += [item(setting) for name, setting in table.items() if name not in {*SFT, *PPO}]
+        parts.append(items(setting for name, setting in table.items() if name not in {*SFT, *PPO}))
     return "".join(parts)
+
+
+def items(settings: Iterable[Setting]) -> str:
+    """Returns one item for each setting, and one for all that mean what those of `actor` do."""
+    own, same = [], []
+    for setting in settings:
+        twin = PPO.get(f"actor.{setting.name.partition('.')[2]}")
+        is_same = twin is not None and twin is not setting and twin.meaning == setting.meaning and not setting.only
+        (same if is_same else own).append(setting)
+    listed = ", ".join(f"`{setting.name}` (`{setting.default!r}`)" for setting in same)
+    return "".join(map(item, own)) + (wrapped(f"As in `actor`, with these defaults: {listed}.", "- ") + "\n" if same else "")
 
 
 def item(setting: Setting) -> str:
     """One setting."""
     meaning, kind = explained(setting), setting.type.__name__ if setting.default is None else ""
     about = [meaning, setting.allowed() if setting.choices and meaning == setting.meaning else "", condition(setting)]
-    twin = PPO.get(f"actor.{setting.name.partition('.')[2]}")
-    if twin is not None and twin is not setting and twin.meaning == setting.meaning:
-        about = [f"As `{twin.name}`", condition(setting)]
     text = ". ".join(part for part in about if part)
     facts = ", ".join(filter(None, (f"{kind} {bounds(setting)}".strip(), setting.unit, f"`{setting.default!r}`")))
     return wrapped(f"**`{setting.name}`** ({facts}) {text}.", "- ") + "\n"
