@@ -158,7 +158,7 @@ def test_it_loads_nothing_from_elsewhere(site):
     assert not elsewhere
     assert {"start", "hardware"} <= pages[folder / "index.html"].anchors  # README.md
     assert "from-disk" in (folder / "index.html").read_text(encoding="utf-8")  # hides the search there
-    assert [path.name for path in folder.rglob("*.py")] == ["nano_ppo.py"]  # README.md links to it, to be read
+    assert {path.name for path in folder.rglob("*.py")} == {"nano_ppo.py", "http_reward.py"}  # linked, to be read
     sheets = "".join(file.read_text(encoding="utf-8") for file in folder.rglob("*.css"))
     assert "@import" not in sheets and "url(http" not in sheets and "url(//" not in sheets
 
