@@ -70,7 +70,8 @@ def page() -> str:
     parts.append(TAIL)
     same = [name for name in PPO if name in SFT]
     for section in dict.fromkeys(name.split(".")[0] for name in same):
-        listed = ", ".join(f"`{name}`" for name in same if name.split(".")[0] == section)
+        names = [name for name in PPO if name.split(".")[0] == section]
+        listed = f"all of `{section}`" if {*names} <= {*same} else ", ".join(f"`{n}`" for n in names if n in same)
         parts.append(f"\n{wrapped(listed, '- ')}")
     parts += ["\n\n### Further settings\n\n", items(setting for name, setting in SFT.items() if name not in PPO)]
     for head, table in ((PAIRS, REWARD_MODEL), (DPO_HEAD, DPO)):
