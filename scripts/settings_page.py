@@ -89,7 +89,8 @@ def items(settings: Iterable[Setting]) -> str:
         is_same = twin is not None and twin is not setting and twin.meaning == setting.meaning and not setting.only
         (same if is_same else own).append(setting)
     listed = ", ".join(f"`{setting.name}` (`{setting.default!r}`)" for setting in same)
-    return "".join(map(item, own)) + (wrapped(f"As in `actor`, with these defaults: {listed}.", "- ") + "\n" if same else "")
+    rest = wrapped(f"As in `actor`, with these defaults: {listed}.", "- ") + "\n" if same else ""
+    return "".join(map(item, own)) + rest
 
 
 def item(setting: Setting) -> str:
