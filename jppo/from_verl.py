@@ -27,8 +27,9 @@ from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.errors import UserError, escaped, expanded
-from jppo.plugins.verl import names
-from jppo.plugins.verl.overrides import MAINS, OVERRIDE, TUNING, Script, find_trainer, main_of, read_script
+from jppo.plugins.verl import names, older
+from jppo.plugins.verl.compose import MAINS, TUNING, main_of, read_file
+from jppo.plugins.verl.overrides import OVERRIDE, Script, find_trainer, read_script
 from jppo.plugins.verl.translate import PATHS, Translation, translate, translate_tuning
 from jppo.settings import table
 
@@ -54,10 +55,9 @@ def read_arguments(argv: list[str]) -> Script:
         return Script("", tuple(argv), here, here, ())
     path = expanded(argv[0])
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is no text"
-        raise UserError(f"{argv[0]}: {reason}; give a shell script that starts verl, or overrides KEY=VALUE") from e
+        text = read_file(path)
+    except UserError as e:
+        raise UserError(f"{e}; give a shell script that starts verl, or overrides KEY=VALUE") from e
     if (arguments := _read_list(text)) is not None:
         main, words = find_trainer(arguments) or ("", tuple(arguments))
         return Script(main, (*words, *argv[1:]), here, here, ())
@@ -78,7 +78,7 @@ def _read_list(text: str) -> list[str] | None:
     return words if words and (OVERRIDE.match(words[0]) or words[0] == "-m") else None
 
 
-def translated_command(script: Script) -> tuple[str, Translation]:
+def translated_command(script: Script, verl: str = "") -> tuple[str, Translation]:
     """Returns jppo's command for a trainer of verl's, checked as a run does, and the account of its arguments."""
     is_sft = bool(script.main) and main_of(script.main) in TUNING
     if script.main and not is_sft and main_of(script.main) not in MAINS:
@@ -88,7 +88,8 @@ def translated_command(script: Script) -> tuple[str, Translation]:
         )
     convert = translate_tuning if is_sft else translate
     words = (*script.torchrun, *script.words) if is_sft else script.words
-    translation = convert(words, main=script.main, root=script.root, folder=script.folder)
+    version = older.find_version(verl, script.main, words, script.root, script.folder)
+    translation = convert(words, main=script.main, root=script.root, folder=script.folder, version=version)
     base = TUNING_BASE if is_sft else BASE
     try:
         changes = command_arguments(translation, base, settings.sft_default() if is_sft else settings.default())
@@ -128,6 +129,8 @@ def on_top(argv: list[str]) -> tuple[list[str], Translation]:
     own_arguments = [word for word in argv if word.startswith(OWN)]
     config, _ = settings.parse(own_arguments, "", settings.default())
     translation = translate([word for word in argv if word not in own_arguments], table.by_name(config))
+    if grouped := [line.text for line in translation.lines if line.text.lstrip("+").partition("=")[0] in older.GROUPS]:
+        raise UserError(f"{grouped[0]}: with a jppo --config, give actor_rollout_ref.rollout.n")
     if unknown := [line.text for line in translation.lines if line.kind == "unknown"]:
         raise UserError(f"{unknown[0]}: verl 0.9.1 has no such key; python -m jppo.from_verl --names lists them")
     return [f"--config.{name}={value}" for name, value in translation.settings.items()], translation
@@ -162,10 +165,10 @@ def _override_lines(translation: Translation) -> Iterator[str]:
         yield from (f"  {note}" for note in translation.notes)
 
 
-def output_of(script: Script) -> tuple[str, list[str]]:
-    """Returns the command with the account of its arguments, and the lines of what is left out."""
-    command, translation = translated_command(script)
-    return f"{command}\n{account_of(translation)}", left_out(translation, script.notes)
+def output_of(script: Script, verl: str = "") -> tuple[str, list[str], list[str]]:
+    """Returns the command with the account of its arguments, the lines of what is left out, and changed meanings."""
+    command, translation = translated_command(script, verl)
+    return f"{command}\n{account_of(translation)}", left_out(translation, script.notes), list(translation.changes)
 
 
 @settings.exit_on_user_error
@@ -179,10 +182,15 @@ def main(argv: list[str] | None = None) -> Any:
         print(names.page(), end="")
         return
     if any(word.startswith(OWN) for word in argv):
-        changes, translation = on_top(argv)
-        output, missing = "\n".join([*changes, account_of(translation)]), left_out(translation, ())
+        own, translation = on_top(argv)
+        output, missing = "\n".join([*own, account_of(translation)]), left_out(translation, ())
+        changes = []
     else:
-        output, missing = output_of(read_arguments(argv))
+        given = [word.removeprefix("--verl=") for word in argv if word.startswith("--verl=")]
+        argv = [word for word in argv if not word.startswith("--verl=")]
+        output, missing, changes = output_of(read_arguments(argv), "".join(given[-1:]))
+    for change in changes:
+        print(escaped(f"note: {change}"), file=sys.stderr)
     for line in missing:
         print(escaped(f"left out: {line}").replace("\n", "\\n"), file=sys.stderr)
     print(escaped(output))

@@ -119,8 +119,8 @@ ALGORITHM = (
 )  # fmt: skip
 
 ACTOR = (
-    same("A.ppo_mini_batch_size", "actor.ppo_mini_batch_size", 256, "times_n",
-      "verl counts prompts, jppo responses: times rollout.n"),
+    same("A.ppo_mini_batch_size", "actor.ppo_mini_batch_size", 256, "actor_minis",
+      "verl counts prompts, jppo responses: times rollout.n, at most a whole batch"),
     same("A.ppo_max_token_len_per_gpu", "actor.max_tokens_per_device", 16384, "dynamic_tokens",
       "with use_dynamic_bsz; else the micro-batch in tokens of the longest prompt and response"),
     same("A.ppo_micro_batch_size_per_gpu", "actor.max_tokens_per_device", convert="micro_tokens",

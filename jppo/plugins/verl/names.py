@@ -53,6 +53,11 @@ _OTHER_NAMES = {
     "SECTION.optim.min_lr": "SECTION.optim.lr_min",
     "SECTION.optim.optimizer": "SECTION.optim.name",
     "A.entropy_coeff": "A.entropy_coef",
+    "A.checkpoint.save_contents": "A.checkpoint.contents",
+    "critic.checkpoint.save_contents": "critic.checkpoint.contents",
+    "trainer.log_val_generations": "trainer.val_generations_to_log_to_wandb",
+    "global_profiler.steps": "trainer.profile_steps",
+    "reward.reward_manager.": "reward_manager.",
     "A.tau_pos": "A.policy_loss.tau_pos",
     "A.tau_neg": "A.policy_loss.tau_neg",
     "A.ulysses_sequence_parallel_size": "A.fsdp_config.ulysses_sequence_parallel_size A.automodel.cp_size"
