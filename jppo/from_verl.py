@@ -18,6 +18,7 @@ unknown key is an error.
 
 import dataclasses
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -89,13 +90,26 @@ def translated_command(script: Script, verl: str = "") -> tuple[str, Translation
     convert = translate_tuning if is_sft else translate
     words = (*script.torchrun, *script.words) if is_sft else script.words
     version = older.find_version(verl, script.main, words, script.root, script.folder)
-    translation = convert(words, main=script.main, root=script.root, folder=script.folder, version=version)
     base = TUNING_BASE if is_sft else BASE
+    try:
+        translation = convert(words, main=script.main, root=script.root, folder=script.folder, version=version)
+    except UserError as e:
+        raise UserError(f"{e}{_empty_variables(script)}") from e
     try:
         changes = command_arguments(translation, base, settings.sft_default() if is_sft else settings.default())
     except UserError as e:
-        raise UserError(f"jppo refuses the settings: {e}; give verl's key with another value behind the file") from e
+        advice = "give verl's key with another value behind the file"
+        counts = "; verl counts ppo_mini_batch_size in prompts, jppo in responses" if "mini_batch_size" in str(e) else ""
+        raise UserError(f"jppo refuses the settings: {e}; {advice}{counts}{_empty_variables(script)}") from e
     return jppo_command("jppo.sft" if is_sft else "jppo.train", [f"--config={base}", *changes]), translation
+
+
+def _empty_variables(script: Script) -> str:
+    """Returns the variables that leave a value of the script's trainer empty, as the end of an error."""
+    empty = [word[:-1] for word in script.words if word.endswith("=")]
+    found = [re.search(re.escape(key) + r"""=["']*\$\{?(\w+)""", script.text) for key in empty]
+    names = dict.fromkeys(match[1] for match in found if match)
+    return f"; empty in the script: {', '.join(names)}; give them before the command, as in NAME=VALUE" if names else ""
 
 
 def command_arguments(translation: Translation, base: str, default: ConfigDict) -> list[str]:

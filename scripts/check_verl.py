@@ -202,7 +202,7 @@ _LATER = (  # what verl's code did before its YAML had the key
     " A.optim.weight_decay=0.01 A.optim.betas=[0.9,0.999] A.clip_ratio_c=10000.0 A.loss_agg_mode=token-mean"
     " A.policy_loss.loss_mode=vanilla A.use_kl_loss=False A.kl_loss_coef=0.001 A.kl_loss_type=low_var_kl A.grad_clip=1.0"
     " A.fsdp_config.model_dtype=fp32 A.strategy=fsdp A.shuffle=False R.n=1 R.val_kwargs.n=1 R.val_kwargs.temperature=0"
-    " R.val_kwargs.top_p=1.0 algorithm.norm_adv_by_std_in_grpo=True critic.optim.weight_decay=0.01"
+    " R.val_kwargs.top_p=1.0 algorithm.norm_adv_by_std_in_grpo=True data.reward_fn_key=data_source critic.optim.weight_decay=0.01"
 )
 
 
@@ -454,7 +454,8 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
     devices = int(processes[1]) if processes else int(get("trainer.n_gpus_per_node"))
     longest, lr = int(get("data.max_length")), float(get("optim.lr"))
     need = math.ceil(longest / sequence)
-    tokens = math.ceil(int(get("data.micro_batch_size_per_gpu")) * longest / sequence)
+    micro = get("data.micro_batch_size_per_gpu")  # older ones have a number for all GPUs
+    tokens = math.ceil(int(micro or 1) * longest / sequence)
     if get("data.use_dynamic_bsz"):
         tokens = int(get("data.max_token_len_per_gpu"))
     size = int(get("engine.fsdp_size", -1))
@@ -489,7 +490,9 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
         "optim.grad_clip": float(get("optim.clip_grad")),
         "optim.lr_warmup_steps": steps if steps > 0 and not older else -1,
         "optim.lr_warmup_steps_ratio": ratio if steps <= 0 or older else 0.0,
-        "optim.lr_scheduler_type": next(value for schedule in schedules if (value := get(f"optim.{schedule}"))),
+        "optim.lr_scheduler_type": next(
+            (value for schedule in schedules if (value := get(f"optim.{schedule}"))), "cosine"
+        ),
         "optim.min_lr_ratio": float(get("optim.min_lr_ratio", 0.0) or get("optim.min_lr_factor", 0.0))
         or max(of_lr[:2]),
         "optim.init_lr_ratio": float(get("optim.init_lr_ratio", 0.0)) or max(of_lr[2:]),
@@ -505,9 +508,9 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
         "trainer.total_training_steps": int(get("trainer.total_training_steps", -1)),
         "trainer.project_name": get("trainer.project_name"),
         "trainer.experiment_name": get("trainer.experiment_name"),
-        "trainer.seed": int(get("trainer.seed")),
+        "trainer.seed": int(get("trainer.seed", 1)),
         "trainer.resume_mode": get("trainer.resume_mode", "auto"),
-        "trainer.save_freq": get("trainer.save_freq"),
+        "trainer.save_freq": get("trainer.save_freq", -1),
     }
     if "trainer.default_local_dir" in words:
         wanted["trainer.run_dir"] = get("trainer.default_local_dir")
@@ -525,6 +528,8 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
         wanted["trainer.max_ckpt_to_keep"] = int(kept)
     dtype = get("model.fsdp_config.model_dtype") if older else get("engine.model_dtype", "fp32")
     wanted["model.param_dtype"] = _DTYPES.get(dtype, dtype)
+    if micro is None:
+        del wanted["optim.max_tokens_per_device"]
     return wanted
 
 
@@ -630,7 +635,7 @@ def main(argv: list[str] | None = None) -> None:
                         composes = False
                         print(f"{e}: install hydra-core to compare with Hydra", file=sys.stderr)
                     except Exception as e:  # Hydra refuses some scripts
-                        result.errors += f"Hydra: {str(e).splitlines()[0]}"
+                        result.errors += f"Hydra: {(str(e) or type(e).__name__).splitlines()[0]}"
                 if result.code == 2 and result.counts and own and composes:
                     result.starts = starts(result, root, own)
                 if given.verbose:
