@@ -83,7 +83,8 @@ class Config:
 
     def __init__(self, options: Mapping[str, str], choices: Mapping[str, str], main: str, root: str, folder: str):
         """Takes Hydra's options, the choices of files by group, the main module, its checkout and where it starts."""
-        self._choices, self.found = dict(choices), set[str]()  # those of files that are there
+        self._given, self.found = dict(choices), set[str]()  # choices, and those of files that are there
+        self._chosen: dict[str, str] = {}
         self._folder = pathlib.Path(folder or ".")
         name = options.get("--config-name", "").removesuffix(".yaml").removesuffix(".yml")
         self._name = name or (MAINS | TUNING).get(main_of(main), "ppo_trainer")
@@ -126,6 +127,7 @@ class Config:
             if str(place).startswith("file://"):
                 self._folders.append(self._folder / str(place).removeprefix("file://"))
         defaults = tree.pop("defaults", None) or []
+        defaults.sort(key=lambda entry: not str(entry).startswith("{'override"))
         for entry in defaults if "_self_" in defaults else [*defaults, "_self_"]:
             if entry == "_self_":
                 inside = "" if re.search(r"(?m)^# *@package +_global_", text) else f"{package}." if package else ""
@@ -145,16 +147,19 @@ class Config:
         inner = place if at else group.strip("./").replace("/", ".")
         inner = package if inner in ("", "_here_") else "" if inner == "_global_" else f"{package}.{inner}".strip(".")
         group = os.path.normpath(group[1:] if group.startswith("/") else os.path.join(home, group)) if group else home
+        if "override" in words:  # of files before and after it
+            self._given.setdefault(group, str(choice))
+            return
         for key in (f"{group}@{inner}", group):
-            if group != home and key in self._choices:
-                choice = self._choices[key]
+            if group != home and key in self._given:
+                choice = self._given[key]
                 self.found.add(key)
                 break
         for one in choice if isinstance(choice, list) else [choice]:
-            if one is None or "override" in words or words[:1] == ["optional"]:
+            if one is None or words[:1] == ["optional"]:
                 continue
-            name = re.sub(r"\$\{(\w+)\}", lambda match: self._choices.get(match[1], match[0]), str(one))
-            self._choices[group] = name = name.removesuffix(".yaml")
+            name = re.sub(r"\$\{(\w+)\}", lambda match: self._chosen.get(match[1], match[0]), str(one))
+            self._chosen[group] = name = name.removesuffix(".yaml")
             yield from self._file(os.path.join(group, name), inner, parents)
 
 

@@ -126,7 +126,8 @@ def translate(
     changed = set()
     for key, value in values.items():
         line, setting, converted = _account(key, value, text_of[key] or f"{key}={value}", get)
-        if text_of[key] and (key not in by_file or line.kind != "needless"):
+        asks = line.kind in ("missing", "unknown") or (setting and converted != getattr(find_row(key), "default", None))
+        if text_of[key] and (asks or key not in by_file):
             lines.append(line)
         if setting:
             settings[setting] = converted
@@ -142,7 +143,7 @@ def translate(
     estimator = get("algorithm.adv_estimator")
     if config is None and (own := settings["algorithm.adv_estimator"]) not in (estimator, "distill"):
         changes.append(f"algorithm.adv_estimator={estimator} with one sample a prompt is {own}: the score itself")
-    notes = list(_notes(values, get)) if config is None else []
+    notes = list(_notes(values, get, bool(version and version.lacks))) if config is None else []
     return Translation(settings, frozenset(changed), tuple(lines), tuple(notes), tuple(changes))
 
 
@@ -253,14 +254,14 @@ def _is_unused_critic(key: str, get: Any) -> bool:
     return key.startswith("critic.") and get("algorithm.adv_estimator") != "gae"
 
 
-def _notes(values: dict[str, Any], get: Any) -> Iterable[str]:
+def _notes(values: dict[str, Any], get: Any, is_older: bool) -> Iterable[str]:
     """Yields notes on keys that are missing, or that verl reads otherwise than their names say."""
     settings = {name.setting for key in values if (name := find_row(key))}
     if absent := [setting for setting in PATHS if setting not in settings]:
         yield f"{', '.join(absent)}: not given; those of jppo://gsm8k are taken"
     if get("algorithm.adv_estimator") == "gae" and "critic.model.path" not in values:
         yield "critic.model.path is not given; the critic begins as the policy, not as verl's own default"
-    if "algorithm.kl_ctrl.kl_coef" in values and not get("algorithm.use_kl_in_reward"):
+    if "algorithm.kl_ctrl.kl_coef" in values and not is_older and not get("algorithm.use_kl_in_reward"):
         yield (
             "algorithm.kl_ctrl.kl_coef is read only with algorithm.use_kl_in_reward=True; verl until 0.3 (--verl=0.3)"
             " has the KL in the reward unless use_kl_loss"
@@ -273,7 +274,7 @@ def _notes(values: dict[str, Any], get: Any) -> Iterable[str]:
                 " does what verl's documentation and its older trainer do"
             )
     a = key_of("A.clip_ratio")
-    if a in values and (get(f"{a}_low"), get(f"{a}_high")) != (values[a], values[a]):
+    if a in values and not is_older and (get(f"{a}_low"), get(f"{a}_high")) != (values[a], values[a]):
         low, high = get(f"{a}_low"), get(f"{a}_high")
         yield f"{a}={values[a]} clips nothing in verl: clip_ratio_low={low} and clip_ratio_high={high} do"
 
