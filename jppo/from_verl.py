@@ -99,8 +99,9 @@ def translated_command(script: Script, verl: str = "") -> tuple[str, Translation
         changes = command_arguments(translation, base, settings.sft_default() if is_sft else settings.default())
     except UserError as e:
         advice = "give verl's key with another value behind the file"
-        counts = "; verl counts ppo_mini_batch_size in prompts, jppo in responses" if "mini_batch_size" in str(e) else ""
-        raise UserError(f"jppo refuses the settings: {e}; {advice}{counts}{_empty_variables(script)}") from e
+        if "ppo_mini_batch_size" in str(e):
+            advice += ", in prompts, which jppo counts times rollout.n"
+        raise UserError(f"jppo refuses the settings: {e}; {advice}{_empty_variables(script)}") from e
     return jppo_command("jppo.sft" if is_sft else "jppo.train", [f"--config={base}", *changes]), translation
 
 

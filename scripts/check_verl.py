@@ -200,9 +200,10 @@ def composed(result: Result, root: pathlib.Path, verl: pathlib.Path) -> Any:
 _LATER = (  # what verl's code did before its YAML had the key
     "data.shuffle=True data.truncation=error data.filter_overlong_prompts=True trainer.val_before_train=True"
     " A.optim.weight_decay=0.01 A.optim.betas=[0.9,0.999] A.clip_ratio_c=10000.0 A.loss_agg_mode=token-mean"
-    " A.policy_loss.loss_mode=vanilla A.use_kl_loss=False A.kl_loss_coef=0.001 A.kl_loss_type=low_var_kl A.grad_clip=1.0"
-    " A.fsdp_config.model_dtype=fp32 A.strategy=fsdp A.shuffle=False R.n=1 R.val_kwargs.n=1 R.val_kwargs.temperature=0"
-    " R.val_kwargs.top_p=1.0 algorithm.norm_adv_by_std_in_grpo=True data.reward_fn_key=data_source critic.optim.weight_decay=0.01"
+    " A.policy_loss.loss_mode=vanilla A.use_kl_loss=False A.kl_loss_coef=0.001 A.kl_loss_type=low_var_kl"
+    " A.grad_clip=1.0 A.fsdp_config.model_dtype=fp32 A.strategy=fsdp A.shuffle=False R.n=1 R.val_kwargs.n=1 R.val_kwargs.temperature=0"
+    " R.val_kwargs.top_p=1.0 algorithm.norm_adv_by_std_in_grpo=True data.reward_fn_key=data_source"
+    " critic.optim.weight_decay=0.01"
 )
 
 
@@ -218,11 +219,13 @@ def _as_today(config: Any, verl: pathlib.Path) -> None:
         key, _, value = word.replace("A.", f"{actor}.", 1).replace("R.", f"{rollout}.", 1).partition("=")
         if _select(config, key) is None and (is_older or "grad_clip" not in key):
             OmegaConf.update(config, key, OmegaConf.from_dotlist([f"x={value}"]).x)
-    group = math.prod(int(_select(config, key) or 1) for key in (f"{rollout}.n_agent", "data.n_samples", "agent_grpo.n"))
+    groups = (f"{rollout}.n_agent", "data.n_samples", "agent_grpo.n")
+    group = math.prod(int(_select(config, key) or 1) for key in groups)
     mini = int(_select(config, f"{actor}.ppo_mini_batch_size"))
     n = int(_select(config, f"{rollout}.n"))
     responses = mini * (1 if is_older and "actor.ppo_mini_batch_size *= self.config.rollout.n" not in code else n)
-    OmegaConf.update(config, "oracle.mini", min(responses, int(_select(config, "data.train_batch_size")) * n * group))
+    batch = int(_select(config, "data.train_batch_size") or 0) * n * group  # 0 where an asynchronous trainer counts
+    OmegaConf.update(config, "oracle.mini", min(responses, batch or responses))
     OmegaConf.update(config, f"{rollout}.n", n * group)
     rollouts = "".join(file.read_text() for file in sorted((verl / "verl/workers/rollout").rglob("*rollout*.py")))
     reads = "if not do_sample" in rollouts and _select(config, f"{rollout}.mode") != "async"

@@ -1,4 +1,4 @@
-"""The config of a trainer of verl's: the YAML files of its checkout, composed as Hydra does; else verl's own, by name."""
+"""The config of a trainer of verl's: the YAML of its checkout, composed as Hydra does; else verl's own, by name."""
 
 import os.path
 import pathlib

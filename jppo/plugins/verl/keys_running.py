@@ -167,8 +167,8 @@ REWARD = (
       " RM.rollout.ignore_eos"),
     *needless("reward.model.engine runs it, as reward.model.* says",
       "RM.rollout.* RM.model.* RM.strategy RM.nnodes RM.n_gpus_per_node RM.enable_resource_pool RM.profiler.*"
-      " RM.ulysses* RM.param_offload RM.use_dynamic_bsz RM.forward_* RM.micro_batch* RM.model_type RM.fsdp_config.* RM.megatron*"
-      " RM.use_reward_loop RM.use_remove_padding RM.use_rmpad RM.nccl_timeout RM.num_examine"),
+      " RM.ulysses* RM.param_offload RM.use_dynamic_bsz RM.forward_* RM.micro_batch* RM.model_type RM.fsdp_config.*"
+      " RM.megatron* RM.use_reward_loop RM.use_remove_padding RM.use_rmpad RM.nccl_timeout RM.num_examine"),
     *needless("reward.weights adds up the parts of a reward; reward.function makes one",
       "reward.reward_manager.source reward.reward_loop*"),
     *missing("reward.weights adds up the parts of a reward; reward.function makes one", "reward.reward_manager.name",

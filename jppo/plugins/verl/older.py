@@ -48,7 +48,7 @@ class Version:
 
 
 def find_version(given: str, main: str, words: Iterable[str], root: str, folder: str) -> Version:
-    """Returns the verl of a script: the one given, else of its checkout's sources; else by the keys of its overrides."""
+    """Returns the verl of a script: the one given, else of its checkout's sources, else by the keys that it gives."""
     if given:
         if not (match := re.fullmatch(r"v?(\d+)\.(\d+)(?:\.(\d+))?\S*", given)):
             raise UserError(f"--verl={given}: no version; give one as in --verl=0.2")

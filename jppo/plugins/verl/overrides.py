@@ -5,7 +5,6 @@ of the checkout (`compose.py`). Where these are not there, verl's defaults are t
 """
 
 import dataclasses
-import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -36,6 +35,7 @@ class Script:
 
 
 _MAIN = re.compile(r"(^|[._/])(\w*main\w*|\w*trainer\w*|launch)$")
+_QUOTED = re.compile(r"\s-m\s+\S+|main_\w+\.py\s")
 _NOISE = re.compile(r"\+|.*: line \d+: `")  # of set -x and of syntax errors
 _OTHER_MAINS = ("main_eval", "main_generation", "main_generation_server", "generate_proxy")
 OVERRIDE = re.compile(r"([+~]{0,2}[\w@/]+[.@/][\w.@/-]+|model_engine)=|--config|~\w+\.")
@@ -78,7 +78,7 @@ def read_script(path: str, arguments: Sequence[str], environment: Mapping[str, s
     if run.asks:
         raise UserError(f"{path}: it asks for input; write the answers in the script")
     if not trainers:
-        if quoted := [call[1] for call in run.calls if any(re.search(r"\s-m\s+\S+|main_\w+\.py\s", w) for w in call[2:])]:
+        if quoted := [call[1] for call in run.calls if any(map(_QUOTED.search, call[2:]))]:
             raise UserError(
                 f"{path}: the trainer is in a quoted command of {quoted[0]}, which does not run here; give a script"
                 " with that command alone"
