@@ -201,9 +201,9 @@ _LATER = (  # what verl's code did before its YAML had the key
     "data.shuffle=True data.truncation=error data.filter_overlong_prompts=True trainer.val_before_train=True"
     " A.optim.weight_decay=0.01 A.optim.betas=[0.9,0.999] A.clip_ratio_c=10000.0 A.loss_agg_mode=token-mean"
     " A.policy_loss.loss_mode=vanilla A.use_kl_loss=False A.kl_loss_coef=0.001 A.kl_loss_type=low_var_kl"
-    " A.grad_clip=1.0 A.fsdp_config.model_dtype=fp32 A.strategy=fsdp A.shuffle=False R.n=1 R.val_kwargs.n=1 R.val_kwargs.temperature=0"
-    " R.val_kwargs.top_p=1.0 algorithm.norm_adv_by_std_in_grpo=True data.reward_fn_key=data_source"
-    " critic.optim.weight_decay=0.01"
+    " A.grad_clip=1.0 A.fsdp_config.model_dtype=fp32 A.strategy=fsdp A.shuffle=False R.n=1"
+    " R.val_kwargs.n=1 R.val_kwargs.temperature=0 R.val_kwargs.top_p=1.0 algorithm.norm_adv_by_std_in_grpo=True"
+    " data.reward_fn_key=data_source critic.optim.weight_decay=0.01"
 )
 
 

@@ -45,7 +45,7 @@ DATA = (
       " data.return_multi_modal_inputs A.freeze_vision_tower R.limit_images"),
     *needless("it is of verl's asynchronous trainers",
       "async_training.concurrent* async_training.dynamic* async_training.checkpoint_engine.*"
-      " async_training.use_trainer_do_validate async_training.use_rollout_log_probs"),
+      " async_training.use_trainer_do_validate async_training.use_rollout_log_probs A.use_rollout_log_probs"),
     *needless("rollout.mode, rollout.max_staleness and rollout.on_update follow from it",
       "async_training.staleness_threshold async_training.trigger_parameter_sync_step async_training.require_batches"
       " async_training.partial_rollout async_training.compute_prox_log_prob"),
