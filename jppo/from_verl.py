@@ -1,13 +1,16 @@
 """Converts a verl command line to jppo: python -m jppo.from_verl run_qwen2-7b.sh
 
     python -m jppo.from_verl run_qwen2-7b.sh actor_rollout_ref.rollout.n=8 > run.sh
+    python -m jppo.from_verl run_grpo.sh --verl=0.2
     python -m jppo.from_verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5 data.train_batch_size=256
     python -m jppo.from_verl --config=jppo://gsm8k actor_rollout_ref.model.lora_rank=8
 
 Reads a shell script that starts a trainer of verl's, a file of its arguments, or arguments themselves. The script runs
 under bash, confined and with stand-ins for its programs, and gets the arguments behind it. Nothing is trained,
-downloaded or written. Overrides behind it take precedence. Prints the command, validated as a run would, then the
-result of every override as comments. docs/verl.md has the table of names, --names prints it.
+downloaded or written. The YAML of its checkout gives the defaults, and the sources there tell what names mean in forks
+and older versions; --verl=VERSION tells it for a script alone. Overrides behind the script take precedence. Prints the
+command, validated as a run would, then the result of every override as comments. docs/verl.md has the table of names,
+--names prints it.
 
 Exit code 0: the command is the script's run. 3: settings that change results or the use of hardware were left out;
 stderr lists them. 2: jppo rejects the script or its settings.

@@ -60,6 +60,7 @@ _GROUPS = (
 
 _FILE_BYTES = 2**22
 _FLOAT = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][+-]?\d+")  # a number to Hydra, a text to PyYAML
+_DECORATED = re.compile(r"""config_(name|path)=["']([\w./-]+)["']""")
 Setting = tuple[str, Any, bool]  # key, value, whether it is in the tables: of a config of verl's own by its name
 
 
@@ -86,13 +87,16 @@ class Config:
         self._given, self.found = dict(choices), set[str]()  # choices, and those of files that are there
         self._chosen: dict[str, str] = {}
         self._folder = pathlib.Path(folder or ".")
-        name = options.get("--config-name", "").removesuffix(".yaml").removesuffix(".yml")
-        self._name = name or (MAINS | TUNING).get(main_of(main), "ppo_trainer")
-        parts = main.split(".")[:-1]
+        *parts, module = main.split(".")
         homes = [pathlib.Path(place, *words) for place in (root, folder) for words in (parts, parts[1:]) if parts]
+        source = next((read_file(file) for home in homes if (file := home / f"{module}.py").is_file()), "")
+        decorator = source.partition("hydra.main(")[2][:200]
+        named = {f"--config-{key}": value for key, value in _DECORATED.findall(decorator)}
+        options = {"--config-name": (MAINS | TUNING).get(main_of(main), "ppo_trainer"), **named, **options}
+        self._name = options["--config-name"].removesuffix(".yaml").removesuffix(".yml")
         path = options.get("--config-path", "config")
         self._folders = [self._folder / options["--config-dir"]] if "--config-dir" in options else []
-        homes = [home / path for home in (*homes, self._folder)] if main or options else []
+        homes = [home / path for home in (*homes, self._folder)] if main or "--config-path" in options else []
         self._folders += [pathlib.Path(path)] if path.startswith("/") else homes
         # verl's recipes are a repository of their own, which is recipe/ in one of verl
         self._folders += [pathlib.Path(str(f).replace("/recipe/", "/")) for f in self._folders if "/recipe/" in str(f)]

@@ -158,7 +158,7 @@ ACTOR = (
     *needless("it is of verl's Megatron", "A.checkpoint.mbridge_config*"),
     *needless("it is rollout.n", "A.rollout_n critic.rollout_n"),
     *missing("set algorithm.rollout_correction.rollout_is=token and its threshold", "A.tis_imp_ratio_cap", off=(-1,)),
-    *missing("set loss_agg_mode; True is token-mean", "A.use_token_level_loss", off=(True,)),
+    same("A.use_token_level_loss", "actor.loss_agg_mode", convert="token_level", why="of verl's branch before 0.4"),
     *needless("the estimators that read it compute it", "A.calculate_sum_pi_squared"),
 )  # fmt: skip
 

@@ -112,7 +112,7 @@ ROLLOUT = (
       "R.mode"),
     *needless("rollout and trainer log-probs are always compared", "R.calculate_log_probs"),
     *needless(_ENGINE,
-      "R.max_num_batched_tokens R.enable_prefix_caching R.cudagraph_capture_sizes R.scheduling_policy"
+      "R.max_num_batched_tokens R.swap_space R.enable_prefix_caching R.cudagraph_capture_sizes R.scheduling_policy"
       " R.skip_tokenizer_init R.disable_cascade_attn"),
     *needless("jppo sets it for the server's platform", "R.enable_chunked_prefill R.multi_stage_wake_up"),
     *needless("the servers log no statistics; tokens/s are metrics", "R.disable_log_stats"),

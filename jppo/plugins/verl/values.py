@@ -376,6 +376,7 @@ CONVERSIONS: dict[str, Callable[[Any, GetKey], Any]] = {
     "sleep": lambda value, _: 2 if value else 0,
     "times_n": lambda value, get: int(needed(value) * get("R.n")),
     "actor_minis": lambda value, get: min(int(needed(value) * get("R.n")), derived.batch(get) * get("R.n")),
+    "token_level": lambda value, _: "token-mean" if value else "seq-mean-token-mean",
     "group_size": lambda value, get: get("R.n"),
     "critic_warmup": lambda value, _: max(0, value - 1),
     "of_actor_lr": lambda value, get: value_or(value, 0.0) / get("A.optim.lr"),

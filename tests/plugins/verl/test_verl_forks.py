@@ -76,6 +76,17 @@ def test_the_yaml_of_a_checkout_counts(checkout):
 
 
 @confined
+def test_the_trainer_names_its_yaml(checkout, tmp_path):
+    checkout("")
+    (tmp_path / "verl/trainer/main_ppo.py").write_text("@hydra.main(config_path='config', config_name='mine')\n")
+    (tmp_path / "verl/trainer/config/mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {rollout: {n: 6}, actor: {use_token_level_loss: False}}"
+    )
+    config, missing, _ = checkout("")
+    assert (config["rollout.n"], config["actor.loss_agg_mode"], missing) == (6, "seq-mean-token-mean", [])
+
+
+@confined
 @pytest.mark.parametrize("use_kl_loss", (False, True))
 def test_names_mean_what_they_meant_before_0_3(checkout, use_kl_loss):
     config, missing, changes = checkout(
