@@ -465,7 +465,8 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
     if kind == "torchtitan":
         size = int(get("engine.data_parallel_shard_size", 1)) * sequence
     shards = -1 if size < 0 or size >= devices else max(1, size // sequence)
-    steps, ratio = int(get("optim.lr_warmup_steps", -1)), float(get("optim.lr_warmup_steps_ratio", 0.0))
+    steps = int(get("optim.lr_warmup_steps", -1))
+    ratio = float(get("optim.lr_warmup_steps_ratio", get("optim.warmup_steps_ratio", 0.0)))
     schedules = ("lr_scheduler", "warmup_style", "lr_scheduler_type", "lr_decay_style", "decay_type")
     of_lr = [get(f"optim.{name}", 0.0) / lr for name in ("min_lr", "lr_min", "lr_warmup_init", "lr_start")]
     chats = not older or bool(get("data.multiturn.enable"))
@@ -529,7 +530,7 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
         wanted["model.target_modules"] = modules
     if kept is not None:
         wanted["trainer.max_ckpt_to_keep"] = int(kept)
-    dtype = get("model.fsdp_config.model_dtype") if older else get("engine.model_dtype", "fp32")
+    dtype = get("model.fsdp_config.model_dtype", "fp32") if older else get("engine.model_dtype", "fp32")
     wanted["model.param_dtype"] = _DTYPES.get(dtype, dtype)
     if micro is None:
         del wanted["optim.max_tokens_per_device"]
