@@ -21,17 +21,14 @@ _FEATURES = {
     "critic's of prompts": (r"rollout_n\b", (0, 4)),
     "warm-up from 1": (r"critic_warmup <= self\.global_steps|rollout_n\b", (0, 2)),
 }
-_GROUPS = ("R.n_agent", "data.n_samples", "agent_grpo.n")  # forks' numbers of samples, beside rollout.n
-GROUPS = tuple(map(key_of, _GROUPS))
+GROUPS = (key_of("R.n_agent"), "data.n_samples", "agent_grpo.n")  # forks' numbers of samples, beside rollout.n
 _NEW = re.compile(  # keys that verl 0.3 does not have
-    r"algorithm\.(use_kl_in_reward|norm_adv_by_std|filter_groups|rollout_|use_pf|pf_ppo)|reward\.|global_profiler|skip\."
-    r"|actor_rollout_ref\.(actor|ref)\.(clip_ratio_|loss_(agg|scale)|policy_loss|checkpoint\.(save|load)|entropy_(check|fr)"
-    r"|strategy=fsdp2|veomni|torchtitan|fsdp_config\.(model_dtype|offload_policy|dtype))"
-    r"|actor_rollout_ref\.(nccl_timeout|model\.(lora|use_shm|use_liger|use_fused|target_modules|trust_remote))"
-    r"|actor_rollout_ref\.rollout\.(mode|multi_turn|agent|engine_kwargs|calculate_log|layered|checkpoint_engine|trace)"
-    r"|trainer\.(val_before|log_val|rollout_data|validation_data|device|use_|v1|esi|val_only|ray_wait)|ray_(init|kwargs)|model_engine"
-    r"|async_training|distillation|data\.(reward_fn_key|custom_cls|trust_remote|sampler|seed|return_multi|filter_\w+_work)"
-    r"|reward_model\.(launch|sandbox|overlong|use_reward|reward_kwargs|enable_resource)"
+    r"algorithm\.(use_kl_in_reward|norm_adv|filter_groups|rollout_)|trainer\.(val_before|log_val|device|use_|v1|rollout_d)"
+    r"|algorithm\.adv_estimator=(opo|gpg|gdpo|distill|\w*token_baseline|\w+_(vectorized|pass\w*|baseline))"
+    r"|actor_rollout_ref\.(actor|ref)\.(clip_ratio_|loss_agg|policy_loss|checkpoint\.save|strategy=fsdp2|entropy_(ch|fr))"
+    r"|actor_rollout_ref\.(model\.(lora|use_sh|use_li|use_fu)|rollout\.(mode|multi_turn|agent|engine_kwargs|calculate))"
+    r"|reward\.|ray_(init|kwargs)|model_engine|async_training|distillation|global_profiler|data\.(custom_cls|reward_fn_key)"
+    r"|reward_model\.(launch|sandbox|overlong|reward_kwargs)|actor_rollout_ref\.\w+\.(\w+\.)?(offload_policy|model_dtype)"
 )
 _NO_DUAL_CLIP = 10000.0  # a ratio that no token reaches
 

@@ -25,17 +25,10 @@ _DICTS = (  # keys whose value is a dict
     key_of("R.engine_kwargs.sglang"),
 )
 _OFF: tuple[Any, ...] = (None, False, 0, -1, "", "null", "none", "None", [], {})
-_UNREAD = (  # verl's YAML has them, and nobody asks for them
-    "reward.num_workers",
-    key_of("A.calculate_entropy"),
-    "data.image_key",
-    "data.video_key",
-    "data.audio_key",
-    "trainer.default_hdfs_dir",
-    "critic.model.tokenizer_path",
-    key_of("A.checkpoint.load_contents"),
-    key_of("R.skip_dump_dir"),
-)
+_UNREAD = {key_of(short) for short in (  # verl's own YAML has them, without a need
+  "reward.num_workers", "A.calculate_entropy", "data.image_key", "data.video_key", "data.audio_key", "R.skip_dump_dir",
+  "trainer.default_hdfs_dir", "critic.model.tokenizer_path", "A.checkpoint.load_contents",
+)}  # fmt: skip
 _RUN_DIR = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"  # in verl's YAML
 _OF_ENGINE = {"veomni": "cosine", "torchtitan": "linear"}  # schedules of verl's YAML
 PATHS = ("model.path", "data.train_files", "data.val_files")  # from the base config, if verl's line omits them
