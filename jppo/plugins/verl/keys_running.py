@@ -231,7 +231,7 @@ TRAINER = (
     *needless("there is one engine", "model_engine A.model_engine"),
     *needless("it is of older Megatron workers",
       "A.load_weight REF.load_weight critic.load_weight RM.load_weight R.layer_name_map.* critic.kl_ctrl.*"),
-    *needless("trainer.profile_steps writes traces of JAX's profiler", "trainer.npu_profile.*"
+    *needless("trainer.profile_steps writes traces of JAX's profiler", "trainer.npu_profile.* trainer.profile_interval"
       " trainer.controller_nsight_options.* trainer.worker_nsight_options.* actor_rollout_ref.profiler.* profiler.*"),
     *needless("a checkpoint stays where it is", "trainer.del_local_ckpt_after_load"),
     *missing("name a folder that all hosts see, by trainer.run_dir",
