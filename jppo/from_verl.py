@@ -1,13 +1,16 @@
 """Converts a verl command line to jppo: python -m jppo.from_verl run_qwen2-7b.sh
 
     python -m jppo.from_verl run_qwen2-7b.sh actor_rollout_ref.rollout.n=8 > run.sh
+    python -m jppo.from_verl run_grpo.sh --verl=0.2
     python -m jppo.from_verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5 data.train_batch_size=256
     python -m jppo.from_verl --config=jppo://gsm8k actor_rollout_ref.model.lora_rank=8
 
 Reads a shell script that starts a trainer of verl's, a file of its arguments, or arguments themselves. The script runs
 under bash, confined and with stand-ins for its programs, and gets the arguments behind it. Nothing is trained,
-downloaded or written. Overrides behind it take precedence. Prints the command, validated as a run would, then the
-result of every override as comments. docs/verl.md has the table of names, --names prints it.
+downloaded or written. The YAML of its checkout gives the defaults, and the sources there tell what names mean in forks
+and older versions; --verl=VERSION tells it for a script alone. Overrides behind the script take precedence. Prints the
+command, validated as a run would, then the result of every override as comments. docs/verl.md has the table of names,
+--names prints it.
 
 Exit code 0: the command is the script's run. 3: settings that change results or the use of hardware were left out;
 stderr lists them. 2: jppo rejects the script or its settings.
@@ -18,6 +21,7 @@ unknown key is an error.
 
 import dataclasses
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,8 +31,9 @@ from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.errors import UserError, escaped, expanded
-from jppo.plugins.verl import names
-from jppo.plugins.verl.overrides import MAINS, OVERRIDE, TUNING, Script, find_trainer, main_of, read_script
+from jppo.plugins.verl import names, older
+from jppo.plugins.verl.compose import MAINS, TUNING, main_of, read_file
+from jppo.plugins.verl.overrides import OVERRIDE, Script, find_trainer, read_script
 from jppo.plugins.verl.translate import PATHS, Translation, translate, translate_tuning
 from jppo.settings import table
 
@@ -54,10 +59,9 @@ def read_arguments(argv: list[str]) -> Script:
         return Script("", tuple(argv), here, here, ())
     path = expanded(argv[0])
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is no text"
-        raise UserError(f"{argv[0]}: {reason}; give a shell script that starts verl, or overrides KEY=VALUE") from e
+        text = read_file(path)
+    except UserError as e:
+        raise UserError(f"{e}; give a shell script that starts verl, or overrides KEY=VALUE") from e
     if (arguments := _read_list(text)) is not None:
         main, words = find_trainer(arguments) or ("", tuple(arguments))
         return Script(main, (*words, *argv[1:]), here, here, ())
@@ -78,7 +82,7 @@ def _read_list(text: str) -> list[str] | None:
     return words if words and (OVERRIDE.match(words[0]) or words[0] == "-m") else None
 
 
-def translated_command(script: Script) -> tuple[str, Translation]:
+def translated_command(script: Script, verl: str = "") -> tuple[str, Translation]:
     """Returns jppo's command for a trainer of verl's, checked as a run does, and the account of its arguments."""
     is_sft = bool(script.main) and main_of(script.main) in TUNING
     if script.main and not is_sft and main_of(script.main) not in MAINS:
@@ -88,13 +92,28 @@ def translated_command(script: Script) -> tuple[str, Translation]:
         )
     convert = translate_tuning if is_sft else translate
     words = (*script.torchrun, *script.words) if is_sft else script.words
-    translation = convert(words, main=script.main, root=script.root, folder=script.folder)
+    version = older.find_version(verl, script.main, words, script.root, script.folder)
     base = TUNING_BASE if is_sft else BASE
+    try:
+        translation = convert(words, main=script.main, root=script.root, folder=script.folder, version=version)
+    except UserError as e:
+        raise UserError(f"{e}{_empty_variables(script)}") from e
     try:
         changes = command_arguments(translation, base, settings.sft_default() if is_sft else settings.default())
     except UserError as e:
-        raise UserError(f"jppo refuses the settings: {e}; give verl's key with another value behind the file") from e
+        advice = "give verl's key with another value behind the file"
+        if "ppo_mini_batch_size" in str(e):
+            advice += ", in prompts, which jppo counts times rollout.n"
+        raise UserError(f"jppo refuses the settings: {e}; {advice}{_empty_variables(script)}") from e
     return jppo_command("jppo.sft" if is_sft else "jppo.train", [f"--config={base}", *changes]), translation
+
+
+def _empty_variables(script: Script) -> str:
+    """Returns the variables that leave a value of the script's trainer empty, as the end of an error."""
+    empty = [word[:-1] for word in script.words if word.endswith("=")]
+    found = [re.search(re.escape(key) + r"""=["']*\$\{?(\w+)""", script.text) for key in empty]
+    names = dict.fromkeys(match[1] for match in found if match)
+    return f"; empty in the script: {', '.join(names)}; give them before the command, as in NAME=VALUE" if names else ""
 
 
 def command_arguments(translation: Translation, base: str, default: ConfigDict) -> list[str]:
@@ -128,6 +147,8 @@ def on_top(argv: list[str]) -> tuple[list[str], Translation]:
     own_arguments = [word for word in argv if word.startswith(OWN)]
     config, _ = settings.parse(own_arguments, "", settings.default())
     translation = translate([word for word in argv if word not in own_arguments], table.by_name(config))
+    if grouped := [line.text for line in translation.lines if line.text.lstrip("+").partition("=")[0] in older.GROUPS]:
+        raise UserError(f"{grouped[0]}: with a jppo --config, give actor_rollout_ref.rollout.n")
     if unknown := [line.text for line in translation.lines if line.kind == "unknown"]:
         raise UserError(f"{unknown[0]}: verl 0.9.1 has no such key; python -m jppo.from_verl --names lists them")
     return [f"--config.{name}={value}" for name, value in translation.settings.items()], translation
@@ -162,10 +183,10 @@ def _override_lines(translation: Translation) -> Iterator[str]:
         yield from (f"  {note}" for note in translation.notes)
 
 
-def output_of(script: Script) -> tuple[str, list[str]]:
-    """Returns the command with the account of its arguments, and the lines of what is left out."""
-    command, translation = translated_command(script)
-    return f"{command}\n{account_of(translation)}", left_out(translation, script.notes)
+def output_of(script: Script, verl: str = "") -> tuple[str, list[str], list[str]]:
+    """Returns the command with the account of its arguments, the lines of what is left out, and changed meanings."""
+    command, translation = translated_command(script, verl)
+    return f"{command}\n{account_of(translation)}", left_out(translation, script.notes), list(translation.changes)
 
 
 @settings.exit_on_user_error
@@ -179,10 +200,15 @@ def main(argv: list[str] | None = None) -> Any:
         print(names.page(), end="")
         return
     if any(word.startswith(OWN) for word in argv):
-        changes, translation = on_top(argv)
-        output, missing = "\n".join([*changes, account_of(translation)]), left_out(translation, ())
+        own, translation = on_top(argv)
+        output, missing = "\n".join([*own, account_of(translation)]), left_out(translation, ())
+        changes = []
     else:
-        output, missing = output_of(read_arguments(argv))
+        given = [word.removeprefix("--verl=") for word in argv if word.startswith("--verl=")]
+        argv = [word for word in argv if not word.startswith("--verl=")]
+        output, missing, changes = output_of(read_arguments(argv), "".join(given[-1:]))
+    for change in changes:
+        print(escaped(f"note: {change}"), file=sys.stderr)
     for line in missing:
         print(escaped(f"left out: {line}").replace("\n", "\\n"), file=sys.stderr)
     print(escaped(output))

@@ -2,10 +2,11 @@
 
     python scripts/check_verl.py DIR [DIR ...] [--verbose] [--match TEXT]
 
-A DIR is a checkout of verl, or of its recipes after that; scripts run in copies. A script counts if, under bash with
-stand-ins for its programs, it starts one trainer. Scripts that print their usage get `8`, or `8 /tmp/checkpoints`.
-Prints a table: arguments equal to those under bash, exit codes, and the translations with exit code 0 whose settings
-are those that Hydra composes from verl's YAML. The last needs the package hydra-core.
+A DIR is a checkout of verl, of its recipes after that, or of a fork; scripts run in copies. A script counts if, under
+bash with stand-ins for its programs, it starts one trainer. Scripts that print their usage get `8`, or
+`8 /tmp/checkpoints`. Prints a row for each checkout, and a table: arguments equal to those under bash, exit codes, and
+the translations with exit code 0 whose settings are not those that Hydra composes from the YAML in the checkout, by the
+meaning that their names had in that version. The last needs the package hydra-core.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import math
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -138,10 +140,16 @@ def _translate(result: Result, file: pathlib.Path, arguments: list[str]) -> None
         script = from_verl.read_arguments([str(file), *arguments])
         words = [DATES.sub("#", word) for word in (script.main, *script.words)]
         result.same = words == [DATES.sub("#", word) for word in (result.main, *result.words)]
-        result.command, lacking = from_verl.output_of(script)
+        result.command, lacking, _ = from_verl.output_of(script)
         result.code, result.errors = (from_verl.LEFT_OUT if lacking else 0), "\n".join(lacking)
     except UserError as e:
         result.code, result.errors = 2, str(e)
+
+
+def homes_of(root: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields the folders of a checkout that have verl in them."""
+    for pattern in ("verl", "*/verl", "*/*/verl"):
+        yield from (path.parent for path in sorted(root.glob(pattern)) if (path / "trainer/config").is_dir())
 
 
 def composed(result: Result, root: pathlib.Path, verl: pathlib.Path) -> Any:
@@ -161,7 +169,7 @@ def composed(result: Result, root: pathlib.Path, verl: pathlib.Path) -> Any:
     parts = result.main.split(".")[:-1]
     places = [
         place
-        for folder in (root, verl, *sorted(root.parent.iterdir()))
+        for folder in dict.fromkeys((root, verl, *homes_of(root), *sorted(root.parent.iterdir())))
         for place in (folder / "/".join(parts), folder / "/".join(parts[1:]))
     ]
     usual = {"main_dapo": "dapo_trainer", "fully_async_main": "fully_async_ppo_trainer"}
@@ -184,7 +192,49 @@ def composed(result: Result, root: pathlib.Path, verl: pathlib.Path) -> Any:
             ]
             config = hydra.compose(config_name=name, overrides=[*rest, search])
     OmegaConf.set_struct(config, False)
+    if not result.tunes:
+        _as_today(config, verl)
     return config
+
+
+_LATER = (  # what verl's code did before its YAML had the key
+    "data.shuffle=True data.truncation=error data.filter_overlong_prompts=True trainer.val_before_train=True"
+    " A.optim.weight_decay=0.01 A.optim.betas=[0.9,0.999] A.clip_ratio_c=10000.0 A.loss_agg_mode=token-mean"
+    " A.policy_loss.loss_mode=vanilla A.use_kl_loss=False A.kl_loss_coef=0.001 A.kl_loss_type=low_var_kl"
+    " A.grad_clip=1.0 A.fsdp_config.model_dtype=fp32 A.strategy=fsdp A.shuffle=False R.n=1"
+    " R.val_kwargs.n=1 R.val_kwargs.temperature=0 R.val_kwargs.top_p=1.0 algorithm.norm_adv_by_std_in_grpo=True"
+    " data.reward_fn_key=data_source critic.optim.weight_decay=0.01"
+)
+
+
+def _as_today(config: Any, verl: pathlib.Path) -> None:
+    """Gives a config of an older verl the keys and the meanings of verl 0.9.1, from its keys and its workers."""
+    from omegaconf import OmegaConf
+
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    is_older = _select(config, "algorithm.use_kl_in_reward") is None
+    tests = _select(config, f"{rollout}.val_kwargs")
+    code = "".join(file.read_text() for file in sorted((verl / "verl/workers").rglob("fsdp_workers.py")))
+    for word in _LATER.split():
+        key, _, value = word.replace("A.", f"{actor}.", 1).replace("R.", f"{rollout}.", 1).partition("=")
+        if _select(config, key) is None and (is_older or "grad_clip" not in key):
+            OmegaConf.update(config, key, OmegaConf.from_dotlist([f"x={value}"]).x)
+    groups = (f"{rollout}.n_agent", "data.n_samples", "agent_grpo.n")
+    group = math.prod(int(_select(config, key) or 1) for key in groups)
+    mini = int(_select(config, f"{actor}.ppo_mini_batch_size"))
+    n = int(_select(config, f"{rollout}.n"))
+    responses = mini * (1 if is_older and "actor.ppo_mini_batch_size *= self.config.rollout.n" not in code else n)
+    batch = int(_select(config, "data.train_batch_size") or 0) * n * group  # 0 where an asynchronous trainer counts
+    OmegaConf.update(config, "oracle.mini", min(responses, batch or responses))
+    OmegaConf.update(config, f"{rollout}.n", n * group)
+    rollouts = "".join(file.read_text() for file in sorted((verl / "verl/workers/rollout").rglob("*rollout*.py")))
+    reads = "if not do_sample" in rollouts and _select(config, f"{rollout}.mode") != "async"
+    if reads and not (tests and tests.get("do_sample")):
+        OmegaConf.update(config, f"{rollout}.val_kwargs.temperature", 0)
+    if is_older:
+        OmegaConf.update(config, "algorithm.use_kl_in_reward", not _select(config, f"{actor}.use_kl_loss"))
+        for end in ("low", "high"):
+            OmegaConf.update(config, f"{actor}.clip_ratio_{end}", _select(config, f"{actor}.clip_ratio"))
 
 
 def _select(config: Any, key: str) -> Any:
@@ -281,7 +331,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         "actor.grad_clip": float(get(f"{a}.grad_clip", 1.0) if engine == "fsdp_config" and main
           and f"{a}.grad_clip" in main else get(f"{a}.optim.clip_grad", 1.0)),
         "actor.lr_warmup_steps": max(-1, round(int(get(f"{a}.optim.lr_warmup_steps", -1)) / meets)) or -1,
-        "actor.ppo_mini_batch_size": mini * n,
+        "actor.ppo_mini_batch_size": get("oracle.mini"),
         "actor.ppo_epochs": int(get(f"{a}.ppo_epochs")),
         "actor.shuffle": bool(get(f"{a}.shuffle")),
         "actor.clip_ratio_low": float(get(f"{a}.clip_ratio_low")),
@@ -407,14 +457,16 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
     devices = int(processes[1]) if processes else int(get("trainer.n_gpus_per_node"))
     longest, lr = int(get("data.max_length")), float(get("optim.lr"))
     need = math.ceil(longest / sequence)
-    tokens = math.ceil(int(get("data.micro_batch_size_per_gpu")) * longest / sequence)
+    micro = get("data.micro_batch_size_per_gpu")  # older ones have a number for all GPUs
+    tokens = math.ceil(int(micro or 1) * longest / sequence)
     if get("data.use_dynamic_bsz"):
         tokens = int(get("data.max_token_len_per_gpu"))
     size = int(get("engine.fsdp_size", -1))
     if kind == "torchtitan":
         size = int(get("engine.data_parallel_shard_size", 1)) * sequence
     shards = -1 if size < 0 or size >= devices else max(1, size // sequence)
-    steps, ratio = int(get("optim.lr_warmup_steps", -1)), float(get("optim.lr_warmup_steps_ratio", 0.0))
+    steps = int(get("optim.lr_warmup_steps", -1))
+    ratio = float(get("optim.lr_warmup_steps_ratio", get("optim.warmup_steps_ratio", 0.0)))
     schedules = ("lr_scheduler", "warmup_style", "lr_scheduler_type", "lr_decay_style", "decay_type")
     of_lr = [get(f"optim.{name}", 0.0) / lr for name in ("min_lr", "lr_min", "lr_warmup_init", "lr_start")]
     chats = not older or bool(get("data.multiturn.enable"))
@@ -442,7 +494,9 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
         "optim.grad_clip": float(get("optim.clip_grad")),
         "optim.lr_warmup_steps": steps if steps > 0 and not older else -1,
         "optim.lr_warmup_steps_ratio": ratio if steps <= 0 or older else 0.0,
-        "optim.lr_scheduler_type": next(value for schedule in schedules if (value := get(f"optim.{schedule}"))),
+        "optim.lr_scheduler_type": next(
+            (value for schedule in schedules if (value := get(f"optim.{schedule}"))), "cosine"
+        ),
         "optim.min_lr_ratio": float(get("optim.min_lr_ratio", 0.0) or get("optim.min_lr_factor", 0.0))
         or max(of_lr[:2]),
         "optim.init_lr_ratio": float(get("optim.init_lr_ratio", 0.0)) or max(of_lr[2:]),
@@ -458,9 +512,9 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
         "trainer.total_training_steps": int(get("trainer.total_training_steps", -1)),
         "trainer.project_name": get("trainer.project_name"),
         "trainer.experiment_name": get("trainer.experiment_name"),
-        "trainer.seed": int(get("trainer.seed")),
+        "trainer.seed": int(get("trainer.seed", 1)),
         "trainer.resume_mode": get("trainer.resume_mode", "auto"),
-        "trainer.save_freq": get("trainer.save_freq"),
+        "trainer.save_freq": get("trainer.save_freq", -1),
     }
     if "trainer.default_local_dir" in words:
         wanted["trainer.run_dir"] = get("trainer.default_local_dir")
@@ -476,8 +530,10 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
         wanted["model.target_modules"] = modules
     if kept is not None:
         wanted["trainer.max_ckpt_to_keep"] = int(kept)
-    dtype = get("model.fsdp_config.model_dtype") if older else get("engine.model_dtype", "fp32")
+    dtype = get("model.fsdp_config.model_dtype", "fp32") if older else get("engine.model_dtype", "fp32")
     wanted["model.param_dtype"] = _DTYPES.get(dtype, dtype)
+    if micro is None:
+        del wanted["optim.max_tokens_per_device"]
     return wanted
 
 
@@ -509,7 +565,8 @@ def starts(result: Result, root: pathlib.Path, verl: pathlib.Path) -> bool:
 def settings_of(result: Result) -> dict[str, Any]:
     """Returns the settings of a translation."""
     default = settings.sft_default() if result.tunes else settings.default()
-    return table.by_name(settings.parse(result.arguments, "", default)[0])
+    command = result.command.partition("\n#")[0].replace("\\\n", " ")
+    return table.by_name(settings.parse(shlex.split(command)[3:], "", default)[0])
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
@@ -568,10 +625,11 @@ def main(argv: list[str] | None = None) -> None:
             copies.append(work / checkout.resolve().name)
             shutil.copytree(checkout, copies[-1], symlinks=True, ignore=shutil.ignore_patterns(".git"))
             subprocess.run(["chmod", "-R", "a+rwX", str(copies[-1])], check=True)
-        verl = next((copy for copy in copies if (copy / "verl/trainer/config").is_dir()), None)
+            (copies[-1] / ".git").mkdir()  # the mark of a checkout
+        verl = next((home for copy in copies for home in homes_of(copy)), None)
         for root in copies:
             os.chdir(root)
-            own = root if (root / "verl/trainer/config").is_dir() else verl
+            own = next(homes_of(root), verl)
             for result in scripts_of(root, work, given.match):
                 results.append(result)
                 if result.code == 0 and own and composes:
@@ -581,7 +639,7 @@ def main(argv: list[str] | None = None) -> None:
                         composes = False
                         print(f"{e}: install hydra-core to compare with Hydra", file=sys.stderr)
                     except Exception as e:  # Hydra refuses some scripts
-                        result.errors += f"Hydra: {str(e).splitlines()[0]}"
+                        result.errors += f"Hydra: {(str(e) or type(e).__name__).splitlines()[0]}"
                 if result.code == 2 and result.counts and own and composes:
                     result.starts = starts(result, root, own)
                 if given.verbose:
@@ -589,6 +647,11 @@ def main(argv: list[str] | None = None) -> None:
         os.chdir("/")
     left = collections.Counter(result.code for result in results)
     print(f"{len(results)} scripts start one trainer; exit codes {dict(left)}\n")
+    for root in given.checkouts:
+        own_results = [result for result in results if result.name.startswith(f"{root.resolve().name}/")]
+        counts = [sum(result.code == code for result in own_results) for code in (0, 3, 2)]
+        wrong = sum(bool(result.wrong) for result in own_results)
+        print(f"| {root.resolve().name} | {len(own_results)} | {' | '.join(map(str, counts))} | {wrong} |")
     for name, value in rows(results):
         print(f"| {name} | {value} |")
 

@@ -267,7 +267,8 @@ def test_an_installed_package_of_a_user_adds_a_logger(unpacked, tmp_path):
     ],
 )
 def test_an_installed_jppo_finds_its_configs_anywhere(unpacked, tmp_path, words, code, said):
-    (tmp_path / "verl.sh").write_text("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo\n")
+    overrides = "algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=True"
+    (tmp_path / "verl.sh").write_text(f"python3 -m verl.trainer.main_ppo {overrides}\n")
     env = os.environ | {"PYTHONPATH": str(unpacked)}
     command = [sys.executable, *words]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)

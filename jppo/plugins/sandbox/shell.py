@@ -92,7 +92,7 @@ class cuda:
 _PRELUDE = """command_not_found_handle() { FOLDER/bin/stand-in "$@"; }
 ulimit() { :; }
 """
-_PROGRAM = re.compile(r"[\w.~/-]*/(?:python[\d.]*|torchrun|ray|accelerate|uv)(?![\w./-])")
+_PROGRAM = re.compile(r"(?<![\w.~/-])[\w.~/-]*/(?:python[\d.]*|torchrun|ray|accelerate|uv)(?![\w./-])")
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie|private|webhook|dsn|_pat$|_pw$", re.I)
 _SECRET_VALUE = re.compile(r"^(sk-|hf_|gh[pousr]_|glpat-|xox|AKIA|eyJ)|-----BEGIN|://[^/@\s]+@")
 _RESET = {"PATH", "HOME", "PWD", "OLDPWD", "SHLVL", "BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "IFS", "PS4", "TMPDIR"}
@@ -108,6 +108,7 @@ class ScriptRun:
     printed: str  # then its errors
     asks: bool  # it has read its standard input
     root: str  # the checkout of the script, or its folder
+    text: str  # the script's
 
 
 def run_script(path: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ScriptRun:
@@ -119,8 +120,9 @@ def run_script(path: str, arguments: Sequence[str], environment: Mapping[str, st
     assert bash is not None
     file, working_dir = pathlib.Path(path).resolve(), pathlib.Path.cwd()
     root = _root_of(file)
-    text = file.read_text(encoding="utf-8", errors="replace")
-    files, links, read = _sandbox_files(file, root, text, bash)
+    script = file.read_bytes()
+    text = script.decode("utf-8", errors="replace")
+    files, links, read = _sandbox_files(file, root, script, text, bash)
     in_checkout = working_dir.is_relative_to(root)
     variables = _script_variables(environment, text) | {
         "HOME": f"{FOLDER}/home",
@@ -145,7 +147,7 @@ def run_script(path: str, arguments: Sequence[str], environment: Mapping[str, st
     host_paths = {f"{box}/tree": str(root), f"{box}/home": home, f"{box}/cwd": str(working_dir)}
     calls = tuple(tuple(_with_host_paths(word, host_paths) for word in call) for call in _parse_calls(lines))
     printed = _with_host_paths(f"{result.printed}\n{result.errors}", host_paths)
-    return ScriptRun(calls, result.status, result.why, printed, result.input_bytes > 0, str(root))
+    return ScriptRun(calls, result.status, result.why, printed, result.input_bytes > 0, str(root), text)
 
 
 def _root_of(file: pathlib.Path) -> pathlib.Path:
@@ -160,7 +162,7 @@ def _root_of(file: pathlib.Path) -> pathlib.Path:
 
 
 def _sandbox_files(
-    file: pathlib.Path, root: pathlib.Path, text: str, bash: str
+    file: pathlib.Path, root: pathlib.Path, script: bytes, text: str, bash: str
 ) -> tuple[dict[str, bytes], dict[str, str], list[str]]:
     """Returns the files and links of the script's world, and the programs that it may read."""
     python = os.path.realpath(sys.executable)
@@ -177,7 +179,7 @@ def _sandbox_files(
         "snippet.py": _SNIPPET.encode(),
         "stubs/torch.py": _TORCH.encode(),
         "stubs/verl/utils/device.py": _DEVICE.encode(),
-        **{f"tree/{file.relative_to(root)}": text.encode()},
+        f"tree/{file.relative_to(root)}": script,
     }
     links = {f"bin/{name}": "stand-in" for name in _STAND_INS.split()}
     read = [python, bash, "/bin/bash", "/usr/bin/bash", "/bin/sh", "/usr/bin/sh", "/usr/bin/env"]

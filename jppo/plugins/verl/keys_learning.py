@@ -45,7 +45,7 @@ DATA = (
       " data.return_multi_modal_inputs A.freeze_vision_tower R.limit_images"),
     *needless("it is of verl's asynchronous trainers",
       "async_training.concurrent* async_training.dynamic* async_training.checkpoint_engine.*"
-      " async_training.use_trainer_do_validate async_training.use_rollout_log_probs"),
+      " async_training.use_trainer_do_validate async_training.use_rollout_log_probs A.use_rollout_log_probs"),
     *needless("rollout.mode, rollout.max_staleness and rollout.on_update follow from it",
       "async_training.staleness_threshold async_training.trigger_parameter_sync_step async_training.require_batches"
       " async_training.partial_rollout async_training.compute_prox_log_prob"),
@@ -72,7 +72,8 @@ TUNING = (  # of fine-tuning: its data.*
     *needless("it is part of data.prompt_key or data.response_key",
       "tuning.prompt_dict_keys tuning.response_dict_keys"),
     *needless("the chat template renders tools of a row", "tuning.tools_key tuning.multiturn.tools_key"),
-    *missing("the chat template decides", "tuning.enable_thinking* tuning.multiturn.enable_thinking*", off=("none",)),
+    *missing("the chat template decides", "tuning.enable_thinking* tuning.multiturn.enable_thinking*",
+      off=("none", "enable_thinking")),
     *needless("the whole conversation is rendered at once", "tuning.ignore_input_ids_mismatch"),
     *missing("longer demonstrations are left out, not cut", "tuning.truncation", off=("error",)),
     *missing("name a class by data.custom_cls=PATH.py:CLASS", "tuning.custom_cls.*"),
@@ -119,8 +120,8 @@ ALGORITHM = (
 )  # fmt: skip
 
 ACTOR = (
-    same("A.ppo_mini_batch_size", "actor.ppo_mini_batch_size", 256, "times_n",
-      "verl counts prompts, jppo responses: times rollout.n"),
+    same("A.ppo_mini_batch_size", "actor.ppo_mini_batch_size", 256, "actor_minis",
+      "verl counts prompts, jppo responses: times rollout.n, at most a whole batch"),
     same("A.ppo_max_token_len_per_gpu", "actor.max_tokens_per_device", 16384, "dynamic_tokens",
       "with use_dynamic_bsz; else the micro-batch in tokens of the longest prompt and response"),
     same("A.ppo_micro_batch_size_per_gpu", "actor.max_tokens_per_device", convert="micro_tokens",
@@ -158,7 +159,7 @@ ACTOR = (
     *needless("it is of verl's Megatron", "A.checkpoint.mbridge_config*"),
     *needless("it is rollout.n", "A.rollout_n critic.rollout_n"),
     *missing("set algorithm.rollout_correction.rollout_is=token and its threshold", "A.tis_imp_ratio_cap", off=(-1,)),
-    *missing("set loss_agg_mode; True is token-mean", "A.use_token_level_loss", off=(True,)),
+    same("A.use_token_level_loss", "actor.loss_agg_mode", convert="token_level", why="of verl's branch before 0.4"),
     *needless("the estimators that read it compute it", "A.calculate_sum_pi_squared"),
 )  # fmt: skip
 

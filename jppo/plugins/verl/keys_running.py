@@ -70,6 +70,9 @@ ROLLOUT = (
     same("R.name", "rollout.name", "vllm", "engine"),
     *alike("R", "rollout", n=1, top_p=1.0, ignore_eos=False, gpu_memory_utilization=0.5, enforce_eager=False,
       max_num_seqs=256),
+    same("R.n_agent", "rollout.n", convert="group_size", why="of Search-R1, times rollout.n"),
+    same("data.n_samples", "rollout.n", convert="group_size", why="of PRIME, the same"),
+    same("agent_grpo.n", "rollout.n", convert="group_size", why="of DeepResearcher, the same"),
     same("R.temperature", "rollout.temperature", 1.0, "drawn"),
     same("R.top_k", "rollout.top_k", -1, "top_k"),
     same("R.dtype", "rollout.dtype", "bfloat16", "dtype"),
@@ -109,7 +112,7 @@ ROLLOUT = (
       "R.mode"),
     *needless("rollout and trainer log-probs are always compared", "R.calculate_log_probs"),
     *needless(_ENGINE,
-      "R.max_num_batched_tokens R.enable_prefix_caching R.cudagraph_capture_sizes R.scheduling_policy"
+      "R.max_num_batched_tokens R.swap_space R.enable_prefix_caching R.cudagraph_capture_sizes R.scheduling_policy"
       " R.skip_tokenizer_init R.disable_cascade_attn"),
     *needless("jppo sets it for the server's platform", "R.enable_chunked_prefill R.multi_stage_wake_up"),
     *needless("the servers log no statistics; tokens/s are metrics", "R.disable_log_stats"),
@@ -162,7 +165,10 @@ REWARD = (
     *needless("a classifier samples nothing; reward.judge.* is a model that does",
       "RM.rollout.temperature RM.rollout.top_k RM.rollout.top_p RM.rollout.do_sample RM.rollout.n"
       " RM.rollout.ignore_eos"),
-    *needless("reward.model.engine runs it, as reward.model.* says", "RM.*"),
+    *needless("reward.model.engine runs it, as reward.model.* says",
+      "RM.rollout.* RM.model.* RM.strategy RM.nnodes RM.n_gpus_per_node RM.enable_resource_pool RM.profiler.*"
+      " RM.ulysses* RM.param_offload RM.use_dynamic_bsz RM.forward_* RM.micro_batch* RM.model_type RM.fsdp_config.*"
+      " RM.megatron* RM.use_reward_loop RM.use_remove_padding RM.use_rmpad RM.nccl_timeout RM.num_examine"),
     *needless("reward.weights adds up the parts of a reward; reward.function makes one",
       "reward.reward_manager.source reward.reward_loop*"),
     *missing("reward.weights adds up the parts of a reward; reward.function makes one", "reward.reward_manager.name",
@@ -192,7 +198,7 @@ TRAINER = (
     same("trainer.resume_mode", "trainer.resume_mode", "auto", "resume_mode"),
     *needless("trainer.resume_mode takes the path", "trainer.resume_from_path"),
     same("trainer.default_local_dir", "trainer.run_dir", convert="filled", why="else runs/EXPERIMENT_NAME"),
-    same("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep",
+    same("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep", convert="filled",
       why="verl keeps all by default, jppo two"),
     same("trainer.max_ckpt_to_keep", "trainer.max_ckpt_to_keep", why="of fine-tuning"),
     *needless("trainer.max_ckpt_to_keep removes older checkpoints", "trainer.remove_previous_ckpt_in_save"),
@@ -223,6 +229,10 @@ TRAINER = (
       "critic.nccl_timeout ray_kwargs.* ray_init.* trainer.ray_wait_register_center_timeout transfer_queue.* hydra.*"
       " actor_rollout_ref.hybrid_engine actor_rollout_ref.nccl_timeout"),
     *needless("there is one engine", "model_engine A.model_engine"),
+    *needless("it is of older Megatron workers",
+      "A.load_weight REF.load_weight critic.load_weight RM.load_weight R.layer_name_map.* critic.kl_ctrl.*"),
+    *needless("trainer.profile_steps writes traces of JAX's profiler", "trainer.npu_profile.* trainer.profile_interval"
+      " trainer.controller_nsight_options.* trainer.worker_nsight_options.* actor_rollout_ref.profiler.* profiler.*"),
     *needless("a checkpoint stays where it is", "trainer.del_local_ckpt_after_load"),
     *missing("name a folder that all hosts see, by trainer.run_dir",
       "trainer.default_hdfs_dir trainer.remote_dir trainer.checkpoint_callback_class"),

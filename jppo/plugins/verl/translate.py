@@ -11,7 +11,8 @@ import yaml
 
 from jppo.errors import UserError, expanded
 from jppo.plugins.sandbox.shell import HIDDEN
-from jppo.plugins.verl import derived, overrides
+from jppo.plugins.verl import derived, older, overrides
+from jppo.plugins.verl.compose import main_of
 from jppo.plugins.verl.derived import teacher_fault
 from jppo.plugins.verl.name import GetKey, KeyRow, Needless, Unsupported, key_of, read_with
 from jppo.plugins.verl.names import FOLLOWING, KEYS, OF_CONFIG, UNCHANGED, current_key, find_row
@@ -23,6 +24,12 @@ _DICTS = (  # keys whose value is a dict
     key_of("R.engine_kwargs.vllm"),
     key_of("R.engine_kwargs.sglang"),
 )
+_OFF: tuple[Any, ...] = (None, False, 0, -1, "", "null", "none", "None", [], {})
+_UNREAD = {key_of(short) for short in (  # verl's own YAML has them, without a need
+  "reward.num_workers", "A.calculate_entropy", "data.image_key", "data.video_key", "data.audio_key", "R.skip_dump_dir",
+  "trainer.default_hdfs_dir", "critic.model.tokenizer_path", "A.checkpoint.load_contents",
+)}  # fmt: skip
+_RUN_DIR = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"  # in verl's YAML
 _OF_ENGINE = {"veomni": "cosine", "torchtitan": "linear"}  # schedules of verl's YAML
 PATHS = ("model.path", "data.train_files", "data.val_files")  # from the base config, if verl's line omits them
 
@@ -44,6 +51,7 @@ class Translation:
     overridden: frozenset[str]  # set by overrides; the others are verl's defaults
     lines: tuple[Line, ...]
     notes: tuple[str, ...]
+    changes: tuple[str, ...] = ()  # names that mean something else in jppo, or did in the script's verl
 
 
 def translate(
@@ -54,20 +62,26 @@ def translate(
     root: str = "",
     folder: str = "",
     rename: Callable[[str], str] = lambda key: key,
+    version: older.Version | None = None,
 ) -> Translation:
     """Translates the arguments of verl's PPO trainers to jppo's settings, with an account of each argument.
 
     Keys that no override gives have verl's defaults; with a jppo `config`, its values, and the result has no settings
     but those that the overrides change. YAML is read relative to `root`, of the module, or `folder`, where it starts.
+    A `version` is the script's verl, 0.9.1 without.
     """
     by_key, rejected = overrides.read_overrides(words, main, root, folder)
     lines = [Line(word, "unknown", why) for word, why in rejected.items()]
     values: dict[str, Any] = {}
     text_of: dict[str, str] = {}
+    by_file: set[str] = set()  # keys of the checkout's YAML
     for key, override in by_key.items():
         current = current_key(rename(key))
+        if override.file and (override.value == _RUN_DIR or (override.value in _OFF and current.startswith(_DICTS))):
+            continue
         values.pop(current, None)  # order of the last overrides
         values[current], text_of[current] = override.value, override.text
+        (by_file.add if override.file else by_file.discard)(current)
     for key in _DICTS:
         _merge_entries(values, text_of, key)
     _name_teacher(values, text_of)
@@ -90,7 +104,12 @@ def translate(
             values.setdefault(key, schedule)
             text_of.setdefault(key, "")
     overrides.interpolate(values, lambda key: get(current_key(rename(key))))
+    _drop_defaults(values, by_file)
     _check(values, text_of, get)
+    was = set(values)
+    changes = list(older.modernize(values, get, version)) if version else []
+    text_of |= dict.fromkeys(set(values) - was, "")
+    by_file |= set(values) - was
     settings: dict[str, Any] = {}
     for name in KEYS if config is None else ():
         if name.default is not None and name.key not in values and _is_read(name, name.key, get):
@@ -100,11 +119,12 @@ def translate(
     changed = set()
     for key, value in values.items():
         line, setting, converted = _account(key, value, text_of[key] or f"{key}={value}", get)
-        if text_of[key]:
+        asks = line.kind in ("missing", "unknown") or (setting and converted != getattr(find_row(key), "default", None))
+        if text_of[key] and (asks or key not in by_file):
             lines.append(line)
         if setting:
             settings[setting] = converted
-            changed.add(setting)
+            (changed.add if key not in by_file or setting in PATHS else changed.discard)(setting)
     tools = key_of("TURNS.tool_config_path")
     if names := _foreign_tools(settings.get("rollout.multi_turn.tool_config_path", "")):
         lines.append(
@@ -112,8 +132,22 @@ def translate(
         )
     decides = {key for key, (_, keys, _) in FOLLOWING.items() if any(key_of(short) in values for short in keys.split())}
     settings = without_server_settings(settings | _following(get, FOLLOWING.keys() if config is None else decides))
-    notes = list(_notes(values, get)) if config is None else []
-    return Translation(settings, frozenset(changed), tuple(lines), tuple(notes))
+    lines += [Line(text, "missing", why) for text, why in older.faults(get, version, main)] if version else []
+    estimator = get("algorithm.adv_estimator")
+    if config is None and (own := settings["algorithm.adv_estimator"]) not in (estimator, "distill"):
+        changes.append(f"algorithm.adv_estimator={estimator} with one sample a prompt is {own}: the score itself")
+    notes = list(_notes(values, get, bool(version and version.lacks))) if config is None else []
+    return Translation(settings, frozenset(changed), tuple(lines), tuple(notes), tuple(changes))
+
+
+def _drop_defaults(values: dict[str, Any], by_file: set[str]) -> None:
+    """Leaves out keys of YAML that ask for nothing: verl's defaults, and unknown ones that are off."""
+    for key in [key for key in by_file if key in values]:
+        row, value = find_row(key), values[key]
+        is_default = row and row.default is not None and str(value) == str(row.default) and key == row.key
+        is_off = (row is None and value in _OFF) or (getattr(row, "kind", "") != "same" and "${" in str(value))
+        if is_default or is_off or key in _UNREAD:
+            del values[key]
 
 
 def _following(get: GetKey, names: Collection[str]) -> dict[str, Any]:
@@ -213,17 +247,17 @@ def _is_unused_critic(key: str, get: Any) -> bool:
     return key.startswith("critic.") and get("algorithm.adv_estimator") != "gae"
 
 
-def _notes(values: dict[str, Any], get: Any) -> Iterable[str]:
+def _notes(values: dict[str, Any], get: Any, is_older: bool) -> Iterable[str]:
     """Yields notes on keys that are missing, or that verl reads otherwise than their names say."""
     settings = {name.setting for key in values if (name := find_row(key))}
     if absent := [setting for setting in PATHS if setting not in settings]:
         yield f"{', '.join(absent)}: not given; those of jppo://gsm8k are taken"
     if get("algorithm.adv_estimator") == "gae" and "critic.model.path" not in values:
         yield "critic.model.path is not given; the critic begins as the policy, not as verl's own default"
-    if "algorithm.kl_ctrl.kl_coef" in values and not get("algorithm.use_kl_in_reward"):
+    if "algorithm.kl_ctrl.kl_coef" in values and not is_older and not get("algorithm.use_kl_in_reward"):
         yield (
-            "algorithm.kl_ctrl.kl_coef is read only with algorithm.use_kl_in_reward=True, which verl 0.9.1 leaves at"
-            " False; verl before 0.3 always had the KL in the reward"
+            "algorithm.kl_ctrl.kl_coef is read only with algorithm.use_kl_in_reward=True; verl until 0.3 (--verl=0.3)"
+            " has the KL in the reward unless use_kl_loss"
         )
     if get("CORRECTION.bypass_mode") and key_of("trainer.use_v1") not in values:
         keys = ("CORRECTION.loss_type", "CORRECTION.rollout_is", "CORRECTION.rollout_rs")
@@ -233,7 +267,7 @@ def _notes(values: dict[str, Any], get: Any) -> Iterable[str]:
                 " does what verl's documentation and its older trainer do"
             )
     a = key_of("A.clip_ratio")
-    if a in values and (get(f"{a}_low"), get(f"{a}_high")) != (values[a], values[a]):
+    if a in values and not is_older and (get(f"{a}_low"), get(f"{a}_high")) != (values[a], values[a]):
         low, high = get(f"{a}_low"), get(f"{a}_high")
         yield f"{a}={values[a]} clips nothing in verl: clip_ratio_low={low} and clip_ratio_high={high} do"
 
@@ -322,10 +356,13 @@ _SAME = ("data.train_files", "data.train_batch_size", "data.max_prompt_length", 
 _GROUPS = ("model", "engine", "optim", "profiler")  # choices among verl's YAML files
 
 
-def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) -> Translation:
+def translate_tuning(
+    words: Sequence[str], main: str, root: str, folder: str, version: older.Version | None = None
+) -> Translation:
     """Translates the arguments of verl's sft_trainer and fsdp_sft_trainer to settings of jppo.sft."""
-    is_older = overrides.main_of(main) == "trainer.fsdp_sft_trainer"
-    given_values = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
+    is_older = main_of(main) == "trainer.fsdp_sft_trainer"
+    given = overrides.read_overrides(words, main, root, folder)[0]
+    given_values = {key: override.text.partition("=")[2] for key, override in given.items()}
     engine_prefix = _ENGINES.get(given_values.get("engine", ""), "A.fsdp_config")
 
     def rename_key(key: str) -> str:
@@ -334,7 +371,6 @@ def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) ->
                 return key_of(new.format(engine=engine_prefix) + key[len(old) :])
         return key
 
-    ungrouped = [word for word in words if word.partition("=")[0] not in _GROUPS]
     try:
         longest = int(given_values.get("data.max_length", 1024))
     except ValueError as e:
@@ -344,10 +380,15 @@ def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) ->
     defaults = _DEFAULTS + (_OLD if is_older else _NEW) + ("" if chats else _PAIRS)
     defaults += "".join(text for choice, text in _OF_CHOICE.items() if choice in words)
     default = lengths + [word for word in defaults.split() if word.partition("=")[0] not in given_values]
-    translation = translate([*default, *ungrouped], main=main, root=root, folder=folder, rename=rename_key)
+    known = older.Version() if version else None
+    translation = translate([*default, *words], main=main, root=root, folder=folder, rename=rename_key, version=known)
     names = table.by_name(sft_default())
     values = {_sft_name(name): value for name, value in translation.settings.items()}
-    lines = [_sft_line(line, names) for line in translation.lines if line.text not in default or line.kind == "missing"]
+    lines = [
+        _sft_line(line, names)
+        for line in translation.lines
+        if (line.text not in default or line.kind == "missing") and line.text.partition("=")[0] not in _GROUPS
+    ]
     if chats:  # without pairs of texts
         values = {name: value for name, value in values.items() if name not in ("data.prompt_key", "data.response_key")}
     else:

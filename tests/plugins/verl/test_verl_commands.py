@@ -40,7 +40,7 @@ def test_a_command_is_translated_or_refused(name, tmp_path, environment):
     script = tmp_path / "run.sh"
     script.write_text(START + COMMANDS[name])
     try:
-        command, found = from_verl.translated_command(from_verl.read_arguments([str(script)]))
+        command, found = from_verl.translated_command(from_verl.read_arguments([str(script)]), "0.9.1")
     except UserError as e:
         assert refused and str(e).removeprefix("jppo refuses the settings: ").startswith(refused), str(e)
         return

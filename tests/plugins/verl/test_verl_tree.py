@@ -53,6 +53,10 @@ def test_every_row_of_a_setting_is_a_key_of_verl():
         "trainer.master_addr",
         "trainer.max_ckpt_to_keep",
         "trainer.node_rank",
+        "actor_rollout_ref.rollout.n_agent",  # of forks, as the next two
+        "data.n_samples",
+        "agent_grpo.n",
+        "actor_rollout_ref.actor.use_token_level_loss",
     }
     current = {names.current_key(key) for key in KEYS} | set(KEYS)
     rows = {name.key for name in names.KEYS if name.kind == "same" and not name.key.startswith("tuning.")}

@@ -1,0 +1,122 @@
+"""The meaning of names in older versions of verl and in its forks, by the sources of a checkout or by a version."""
+
+import dataclasses
+import fractions
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jppo.errors import UserError
+from jppo.plugins.verl.compose import main_of, read_file, verl_of
+from jppo.plugins.verl.name import GetKey, key_of
+
+# What older versions lack: by its name an expression that the sources of newer ones have, and the first version.
+_FEATURES = {
+    "kl in reward": (r"use_kl_in_reward", (0, 3, 1)),
+    "two clips": (r"clip_ratio_low", (0, 3, 1)),
+    "dual clip": (r"clip_ratio_c\b", (0, 3, 1)),
+    "optional filter": (r"filter_overlong_prompts", (0, 3)),
+    "sampled tests": (r"val_kwargs", (0, 3)),
+    "mini-batches of prompts": (r"actor\.ppo_mini_batch_size \*= self\.config\.rollout\.n\b|rollout_n\b", (0, 2)),
+    "critic's of prompts": (r"rollout_n\b", (0, 4)),
+    "warm-up from 1": (r"critic_warmup <= self\.global_steps|rollout_n\b", (0, 2)),
+}
+GROUPS = (key_of("R.n_agent"), "data.n_samples", "agent_grpo.n")  # forks' numbers of samples, beside rollout.n
+_NEW = re.compile(  # keys that verl 0.3 does not have
+    r"algorithm\.(use_kl_in_reward|norm_adv|filter_groups|rollout_)|trainer\.(val_before|log_val|device|use_|v1|rollout_d)"
+    r"|algorithm\.adv_estimator=(opo|gpg|gdpo|distill|\w*token_baseline|\w+_(vectorized|pass\w*|baseline))"
+    r"|actor_rollout_ref\.(actor|ref)\.(clip_ratio_|loss_agg|policy_loss|checkpoint\.save|strategy=fsdp2|entropy_(ch|fr))"
+    r"|actor_rollout_ref\.(model\.(lora|use_sh|use_li|use_fu)|rollout\.(mode|multi_turn|agent|engine_kwargs|calculate))"
+    r"|reward\.|ray_(init|kwargs)|model_engine|async_training|distillation|global_profiler|data\.(custom_cls|reward_fn_key)"
+    r"|reward_model\.(launch|sandbox|overlong|reward_kwargs)|actor_rollout_ref\.\w+\.(\w+\.)?(offload_policy|model_dtype)"
+)
+_NO_DUAL_CLIP = 10000.0  # a ratio that no token reaches
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """What the verl of a script lacks, and how that is known."""
+
+    lacks: frozenset[str] = frozenset()
+    source: str = "verl 0.9.1"
+    known: bool = True
+    greedy: bool = False  # tests are greedy without do_sample
+    subtracts_kl: bool = False
+
+
+def find_version(given: str, main: str, words: Iterable[str], root: str, folder: str) -> Version:
+    """Returns the verl of a script: the one given, else of its checkout's sources, else by the keys that it gives."""
+    if given:
+        if not (match := re.fullmatch(r"v?(\d+)\.(\d+)(?:\.(\d+))?\S*", given)):
+            raise UserError(f"--verl={given}: no version; give one as in --verl=0.2")
+        number = tuple(int(part or 0) for part in match.groups())
+        lacks = frozenset(name for name, (_, first) in _FEATURES.items() if number < first)
+        return Version(lacks, f"verl {given}", greedy=number < (0, 7))
+    if not main:
+        return Version()
+    if verl := verl_of(root, folder):
+        files = [file for part in ("trainer", "workers", "utils") for file in sorted((verl / part).rglob("*.py"))]
+        text = "\n".join(read_file(file) for file in files)
+        lacks = frozenset(name for name, (words_of, _) in _FEATURES.items() if not re.search(words_of, text))
+        greedy = re.search(r"if not do_sample", text) is not None
+        return Version(lacks, str(verl), True, greedy, bool(re.search(r"policy_loss = policy_loss - kl_loss", text)))
+    newer = main.startswith("recipe.") or any(_NEW.match(word) for word in words)
+    return Version(known=newer)
+
+
+def modernize(values: dict[str, Any], get: GetKey, version: Version) -> Iterator[str]:
+    """Gives values, in place, the names and meanings of verl 0.9.1; yields what has changed."""
+    old, lacks = f"{version.source}: ", version.lacks
+    samples = _whole(get("R.n"), 1)
+    group = samples
+    for key in GROUPS:
+        group *= _whole(values.get(key), 1)
+    mini = _whole(get("A.ppo_mini_batch_size"), 0)
+    if mini and (group != samples or "mini-batches of prompts" in lacks):
+        responses = mini * (1 if "mini-batches of prompts" in lacks else samples)
+        values[key_of("A.ppo_mini_batch_size")] = fractions.Fraction(responses, group)
+        if group > 1:
+            yield f"{old}ppo_mini_batch_size={mini} is {responses} responses, with {group} for a prompt"
+    critic = _whole(values.get("critic.ppo_mini_batch_size"), mini)
+    if critic and group > 1 and "critic's of prompts" in lacks:
+        values["critic.ppo_mini_batch_size"] = fractions.Fraction(critic, group)
+    if group != samples:
+        values[key_of("R.n")] = group
+    if "kl in reward" in lacks:
+        in_reward = values["algorithm.use_kl_in_reward"] = not get("A.use_kl_loss")
+        values.setdefault(key_of("A.entropy_coeff"), 0.001)
+        yield f"{old}the KL is in the {'reward' if in_reward else 'loss alone'}, as use_kl_loss={not in_reward} says"
+    if "two clips" in lacks:
+        for end in ("low", "high"):
+            values[key_of(f"A.clip_ratio_{end}")] = get("A.clip_ratio")
+    if "dual clip" in lacks:
+        values[key_of("A.clip_ratio_c")] = _NO_DUAL_CLIP
+    if "optional filter" in lacks:
+        values["data.filter_overlong_prompts"] = True
+        yield f"{old}prompts above data.max_prompt_length are left out"
+    if "sampled tests" in lacks or (version.greedy and not get("VAL.do_sample") and get("R.mode") != "async"):
+        if get("VAL.temperature"):
+            yield f"{old}tests are greedy"
+        values[key_of("VAL.temperature")] = 0.0
+    if "sampled tests" in lacks:
+        values[key_of("VAL.n")] = 1
+    if "warm-up from 1" in lacks and _whole(get("trainer.critic_warmup"), 0) > 0:
+        values["trainer.critic_warmup"] = get("trainer.critic_warmup") + 1
+
+
+def faults(get: GetKey, version: Version, main: str) -> Iterator[tuple[str, str]]:
+    """Yields why the command may not be the script's run: an unknown version, or another trainer's code."""
+    if not version.known:
+        yield (
+            "the version of verl",
+            "unknown: until 0.3 the KL is in the reward without use_kl_loss, entropy_coeff is 0.001, and until 0.2 long"
+            " prompts are left out; 0.9.1 is taken: give --verl=0.9 or --verl=0.2 behind the script",
+        )
+    if main_of(main).startswith("trainer.") and not re.search(r"(^|\.)verl\.trainer\.", main):
+        yield main, "a trainer of another package than verl; its own code is not translated"
+    if version.subtracts_kl and get("A.use_kl_loss"):
+        yield key_of("A.use_kl_loss"), f"the loss in {version.source} subtracts the KL, and jppo adds it"
+
+
+def _whole(value: Any, default: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else default

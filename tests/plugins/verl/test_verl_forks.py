@@ -1,0 +1,247 @@
+"""Scripts of forks and of older versions: their YAML counts, and names have the meaning that their trainer gives them.
+
+The checkouts are a few lines of verl 0.1's and 0.3's trainers each; settings are worked out by hand from these lines.
+"""
+
+import os
+import pathlib
+import shlex
+import time
+
+import pytest
+
+from jppo import from_verl, settings
+from jppo.errors import UserError
+from jppo.plugins.sandbox import choice
+from jppo.plugins.verl.compose import Config, read_file
+from jppo.plugins.verl.translate import translate
+from jppo.settings import table
+from tests.make import one_line
+
+PPO = "python3 -m verl.trainer.main_ppo"
+BASICS = "data.train_files=a data.val_files=b actor_rollout_ref.model.path=m trainer.logger=console"
+YAML = """
+data: {max_prompt_length: 256, train_batch_size: 64}
+actor_rollout_ref:
+  actor: {ppo_mini_batch_size: 32, clip_ratio: 0.3, entropy_coeff: 0.001, use_kl_loss: False, optim: {lr: 2e-6}}
+  rollout: {n: 1, top_p: 0.95, prompt_length: '${data.max_prompt_length}'}
+algorithm: {adv_estimator: grpo}
+trainer: {total_epochs: 3, default_local_dir: 'checkpoints/${trainer.project_name}/${trainer.experiment_name}'}
+"""
+TRAINER = """
+    'do_sample': False,
+    if not self.config.actor_rollout_ref.actor.use_kl_loss: batch = apply_kl_penalty(batch)
+    if self.config.trainer.critic_warmup <= self.global_steps: pass
+"""
+WORKERS = "            self.config.actor.ppo_mini_batch_size *= self.config.rollout.n\n"
+confined = pytest.mark.skipif(bool(choice.lacks(choice.probe())), reason="this machine cannot confine a script")
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout of verl 0.2, with one change of its sources if asked for; returns what a script in it comes to."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+
+    def make(words: str, yaml: str = YAML, trainer: str = TRAINER, workers: str = WORKERS, main: str = PPO, verl=""):
+        files = {"trainer/ppo/ray_trainer.py": trainer, "workers/fsdp_workers.py": workers}
+        for name, text in (files | {"trainer/config/ppo_trainer.yaml": yaml}).items():
+            path = tmp_path / "verl" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        (tmp_path / ".git").mkdir(exist_ok=True)
+        return translated(f"{main} {BASICS} {words}", verl)
+
+    return make
+
+
+def translated(script: str, verl: str = "") -> tuple[dict, list[str], list[str]]:
+    """Returns the settings of the command, the lines of what is left out, and of changed meanings."""
+    pathlib.Path("run.sh").write_text(script)
+    output, missing, changes = from_verl.output_of(from_verl.read_arguments(["run.sh"]), verl)
+    command = shlex.split(output.partition("\n\n#")[0].replace("\\\n", ""))
+    return table.by_name(settings.parse(command[3:], "", settings.default())[0]), missing, changes
+
+
+@confined
+def test_the_yaml_of_a_checkout_counts(checkout):
+    config, missing, _ = checkout("actor_rollout_ref.rollout.n=4 trainer.total_epochs=5")
+    assert missing == []
+    assert (config["rollout.top_p"], config["actor.lr"], config["actor.entropy_coeff"]) == (0.95, 2e-6, 0.001)
+    assert (config["data.max_prompt_length"], config["algorithm.adv_estimator"]) == (256, "grpo")
+    assert (config["trainer.total_epochs"], config["trainer.run_dir"]) == (5, "runs/gsm8k")
+    assert config["actor.ppo_mini_batch_size"] == 32 * 4
+    config, _, _ = checkout("actor_rollout_ref.rollout.n=4 --config-path=$PWD/mine", yaml=YAML.replace("3", "7"))
+    assert config["trainer.total_epochs"] == 7  # no mine/: verl's own place
+
+
+@confined
+def test_the_trainer_names_its_yaml(checkout, tmp_path):
+    checkout("")
+    (tmp_path / "verl/trainer/main_ppo.py").write_text("@hydra.main(config_path='config', config_name='mine')\n")
+    (tmp_path / "verl/trainer/config/mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {rollout: {n: 6}, actor: {use_token_level_loss: False}}"
+    )
+    config, missing, _ = checkout("")
+    assert (config["rollout.n"], config["actor.loss_agg_mode"], missing) == (6, "seq-mean-token-mean", [])
+
+
+@confined
+@pytest.mark.parametrize("use_kl_loss", (False, True))
+def test_names_mean_what_they_meant_before_0_3(checkout, use_kl_loss):
+    config, missing, changes = checkout(
+        f"actor_rollout_ref.rollout.n=2 actor_rollout_ref.actor.use_kl_loss={use_kl_loss}"
+        " +actor_rollout_ref.rollout.val_kwargs.temperature=1"
+    )
+    assert missing == [] and any(f"use_kl_loss={use_kl_loss}" in change for change in changes)
+    assert (config["algorithm.use_kl_in_reward"], config["actor.use_kl_loss"]) == (not use_kl_loss, use_kl_loss)
+    assert (config["actor.clip_ratio_low"], config["actor.clip_ratio_high"]) == (0.3, 0.3)
+    assert config["actor.clip_ratio_c"] == 1e4 and config["data.filter_overlong_prompts"]
+    assert config["rollout.val_kwargs.temperature"] == 0.0
+    for first, steps in ((TRAINER, 2), (TRAINER.replace("self.global_steps", "global_steps"), 3)):  # from 1, from 0
+        words = "algorithm.adv_estimator=gae trainer.critic_warmup=3"
+        assert checkout(words, trainer=first)[0]["trainer.critic_warmup"] == steps
+
+
+@confined
+def test_a_newer_checkout_keeps_the_meaning_of_today(checkout):
+    newer = "use_kl_in_reward clip_ratio_low clip_ratio_c filter_overlong_prompts val_kwargs rollout_n"
+    config, missing, changes = checkout("actor_rollout_ref.rollout.n=2", trainer=newer)
+    assert missing == changes == [] and not config["algorithm.use_kl_in_reward"]
+    assert (config["actor.clip_ratio_low"], config["actor.clip_ratio_c"]) == (0.2, 3.0)
+    assert not config["data.filter_overlong_prompts"] and config["actor.entropy_coeff"] == 0.001  # its YAML's
+    tests = "actor_rollout_ref.rollout.n=2 actor_rollout_ref.rollout.val_kwargs.temperature=0.6"
+    assert checkout(tests, trainer=newer)[0]["rollout.val_kwargs.temperature"] == 0.6
+    greedy = f"{newer}\nif not do_sample: temperature = 0"
+    assert checkout(tests, trainer=greedy)[0]["rollout.val_kwargs.temperature"] == 0
+    sampled = f"{tests} actor_rollout_ref.rollout.val_kwargs.do_sample=True"
+    assert checkout(sampled, trainer=greedy)[0]["rollout.val_kwargs.temperature"] == 0.6
+
+
+@confined
+@pytest.mark.parametrize("key", ("actor_rollout_ref.rollout.n_agent", "data.n_samples", "agent_grpo.n"))
+def test_a_group_by_another_name_is_a_group(checkout, key):
+    config, missing, _ = checkout(f"{key}=5")
+    assert (config["algorithm.adv_estimator"], config["rollout.n"]) == ("grpo", 5) and missing == []
+    assert config["actor.ppo_mini_batch_size"] == 32  # its workers multiply by rollout.n alone
+    assert checkout(f"{key}=5", workers="")[0]["actor.ppo_mini_batch_size"] == 32
+    with pytest.raises(UserError, match=r"with a jppo --config, give actor_rollout_ref\.rollout\.n"):
+        from_verl.on_top(["--config=jppo://gsm8k", f"{key}=5"])
+
+
+@confined
+def test_without_a_group_the_change_of_the_estimator_is_reported(checkout, capsys):
+    config, _, changes = checkout("")
+    assert config["algorithm.adv_estimator"] == "reinforce_no_baseline"
+    assert [change for change in changes if "adv_estimator=grpo" in change and "reinforce_no_baseline" in change]
+    from_verl.main(["algorithm.adv_estimator=grpo"])
+    assert capsys.readouterr().err.startswith("note: algorithm.adv_estimator=grpo with one sample a prompt")
+
+
+@confined
+def test_keys_of_a_fork_are_left_out_aloud_unless_they_are_off(checkout):
+    own = YAML + "do_search: %s\nreward_model: {enable: False, rm_type: %s}\n"
+    assert checkout("", yaml=own % (False, "null"))[1] == []
+    missing = checkout("", yaml=own % (True, "prime"))[1]
+    assert [line.partition(":")[0] for line in missing] == ["do_search=True", "reward_model.rm_type=prime"]
+
+
+@confined
+def test_a_loss_that_subtracts_the_kl_is_another(checkout):
+    loss = "policy_loss = policy_loss - kl_loss * self.config.kl_loss_coef"
+    assert checkout("", workers=f"{WORKERS}{loss}")[1] == []
+    (line,) = checkout("actor_rollout_ref.actor.use_kl_loss=True", workers=f"{WORKERS}{loss}")[1]
+    assert "subtracts the KL" in line
+
+
+@confined
+def test_the_trainer_of_another_package_is_not_verls(checkout):
+    (line,) = checkout("", main="python3 -m mine.trainer.main_ppo")[1]
+    assert line.startswith("mine.trainer.main_ppo: a trainer of another package")
+
+
+@confined
+def test_an_unknown_version_is_left_out_aloud(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    old = f"{PPO} {BASICS} data.max_prompt_length=100 actor_rollout_ref.actor.clip_ratio=0.1"
+    (line,) = translated(old)[1]
+    assert line.startswith("the version of verl: unknown") and "--verl=0.2" in line
+    config, missing, _ = translated(old, "0.2")
+    assert missing == [] and config["algorithm.use_kl_in_reward"] and config["actor.clip_ratio_high"] == 0.1
+    assert config["actor.entropy_coeff"] == 0.001 and config["data.filter_overlong_prompts"]
+    config, missing, _ = translated(old, "0.3.0.post1")
+    assert config["algorithm.use_kl_in_reward"] and not config["data.filter_overlong_prompts"]
+    config, missing, _ = translated(old, "0.9.1")
+    assert missing == [] and not config["algorithm.use_kl_in_reward"] and config["actor.entropy_coeff"] == 0
+    assert translated(f"{old} algorithm.use_kl_in_reward=False")[1] == []  # 0.3 refuses this key
+    with pytest.raises(UserError, match="--verl=new: no version"):
+        translated(old, "new")
+
+
+def test_refusals_without_need():
+    kept = translate(["trainer.max_actor_ckpt_to_keep=0"])
+    assert kept.lines[0].kind == "needless" and "trainer.max_ckpt_to_keep" not in kept.settings
+    whole = translate(["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=64"])
+    assert whole.settings["actor.ppo_mini_batch_size"] == 8
+    for key in ("actor_rollout_ref.ref.param_offload", "actor_rollout_ref.actor.checkpoint.contents",
+      "trainer.val_generations_to_log_to_wandb", "reward_manager.name"):  # fmt: skip
+        assert translate([f"{key}=null"]).lines[0].kind != "unknown", key
+
+
+@confined
+def test_the_variable_that_is_empty_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"trainer\.nnodes=: it must be a number.*empty in the script: HOSTS, MODEL;"):
+        translated(f"{PPO} trainer.nnodes=$HOSTS actor_rollout_ref.model.path='' ".replace("''", '"${MODEL}"'))
+
+
+def test_a_config_of_many_files_is_hydras(tmp_path):
+    """Groups of the folder above, packages, choices of the command line, and the order of `defaults`."""
+    files = {
+        "main": "defaults: [{engine: dp}, {actor@a.b: '${engine}_actor'}, tests@checks, _self_]\nc: 1\na: {b: {x: 9}}",
+        "engine/dp": "# @package _global_\nengine: dp",
+        "engine/mega": "# @package _global_\nengine: mega",
+        "actor/dp_actor": "defaults: [../optim@optim: fast, base, _self_]\nx: 1\nz: 2",
+        "actor/mega_actor": "defaults: [base]\nx: 3\nlr: 1e-6",
+        "actor/base": "x: 0\ny: 5",
+        "optim/fast": "lr: 3",
+        "tests": "run: True",
+        "large": "defaults: [main, override engine: mega, _self_]\nc: 2",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    options = {"--config-name": "main", "--config-path": str(tmp_path)}
+    found = {key: value for key, value, _ in Config(options, {}, "", "", "").settings()}
+    assert found == {"engine": "dp", "a.b.optim.lr": 3, "a.b.x": 9, "a.b.y": 5, "a.b.z": 2, "checks.run": True, "c": 1}
+    chosen = Config(options, {"engine": "mega"}, "", "", "")
+    found = {key: value for key, value, _ in chosen.settings()}
+    assert found == {"engine": "mega", "a.b.x": 9, "a.b.y": 5, "a.b.lr": 1e-6, "checks.run": True, "c": 1}
+    assert chosen.found == {"engine"}
+    large = Config({**options, "--config-name": "large"}, {}, "", "", "").settings()
+    assert {key: value for key, value, _ in large} == found | {"c": 2}
+
+
+@confined
+def test_files_that_are_no_scripts_end_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo.sh")
+    pathlib.Path("zero.sh").symlink_to("/dev/zero")
+    pathlib.Path("wide.sh").write_bytes(f"{PPO} a.b=1".encode("utf-16-le"))
+    pathlib.Path("large.sh").write_bytes(b"#" * (2**22 + 1))
+    pathlib.Path("far.sh").write_text(f"tmux new-session -d '{PPO} a.b=1'")
+    named = {"fifo": "a device", "zero": "a device", "wide": "UTF-16", "large": "larger than 4 MiB", "far": "of tmux"}
+    for name, why in named.items():
+        assert why in one_line(capsys, from_verl.main, f"{name}.sh"), name
+    pathlib.Path("latin.sh").write_bytes(f"# gr\u00fcn\n{PPO} a.b=1".encode("latin-1"))
+    assert from_verl.read_arguments(["latin.sh"]).words == ("a.b=1",)
+    assert read_file(pathlib.Path("latin.sh")).startswith("# gr\u00fcn")
+
+
+@confined
+def test_a_long_line_takes_no_longer_than_a_short_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("run.sh").write_text(f"X={'a./' * 14000}\n{PPO} a.b=1")
+    start = time.process_time()
+    assert from_verl.read_arguments(["run.sh"]).words == ("a.b=1",)
+    assert time.process_time() - start < 5
