@@ -226,7 +226,11 @@ def main(argv: list[str] | None = None) -> None:
         c.data.train_files, "data.train_files", custom_cls=c.data.custom_cls, tokenizer=tokenizer, columns=columns_of(c)
     )
     needed = needed_columns(c, tools)
-    all_prompts = [make_prompt(row, prompt_of(row), [], file.name, needed) for file in files for row in file.rows]
+    all_prompts = [
+        make_prompt(row, prompt_of(row, c.data.prompt_role), [], file.name, needed)
+        for file in files
+        for row in file.rows
+    ]
     prompts = _keep_gradable(all_prompts, make_refusal(c))
     mesh = make_mesh(c)
     process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
