@@ -205,12 +205,14 @@ def adapter_choices(device: jax.Device, parameters: float, algorithm: str, wante
     room = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
     models = 2 if algorithm == "ppo" else 1
     needed = (TRAINED_BYTES * models + 4) * parameters  # and the reference
-    full = room is not None and needed > room
-    if full or wanted:
-        reason = f": all weights would take {needed / GIB:.0f} GiB of a device's {room / GIB:.0f}" if full else ""
-        yield Proposal("model.lora_rank", RANK, f"adapters{reason}")
-        yield Proposal("model.lora_alpha", RANK, "scale of the adapters")
-    if (full or wanted) and device.platform != "cpu":
+    reason = "adapters learn, and the weights are frozen" if wanted else ""
+    if room is not None and needed > room:
+        reason = f"adapters: all weights would take {needed / GIB:.0f} GiB of a device's {room / GIB:.0f}"
+    if not reason:
+        return
+    yield Proposal("model.lora_rank", RANK, reason)
+    yield Proposal("model.lora_alpha", RANK, "scale of the adapters")
+    if device.platform != "cpu":
         yield Proposal("model.param_dtype", "bfloat16", "of the frozen weights")
 
 
