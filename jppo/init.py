@@ -345,9 +345,9 @@ def main(argv: list[str] | None = None) -> None:
     if NO_TRUTH in (reward := reasons.get("reward.function", choices[0]).reason):
         print(escaped(f"Note: reward.function {reward.partition('; ')[2]}\n"))
     folder = reasons["trainer.run_dir"].value
-    print(f"{out} is written. Check the reward, train, then test the model:\n")
+    print(f"{out} is written. Check the reward, train, test the model and chat with it:\n")
     print(f"  python -m jppo.rewards.check --config={out}\n  python -m jppo.train --config={out}")
-    print(f"  python -m jppo.evaluate --config={out} --model={folder}/hf")
+    print(f"  python -m jppo.evaluate --config={out} --model={folder}\n  python -m jppo.chat {folder}")
 
 
 if __name__ == "__main__":

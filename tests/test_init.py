@@ -49,7 +49,7 @@ def test_the_config_of_50_rows_is_lawful_and_explains_itself(folder, capsys):
     lines = [line for line in said.splitlines() if line.startswith("    config.")]
     assert len(lines) > 15 and all("  # " in line for line in lines)
     assert "python -m jppo.rewards.check --config=config.py\n  python -m jppo.train --config=config.py\n" in said
-    assert said.endswith("  python -m jppo.evaluate --config=config.py --model=runs/rows-ppo/hf\n")
+    assert said.endswith("config.py --model=runs/rows-ppo\n  python -m jppo.chat runs/rows-ppo\n")
     assert "config.py is there already" in one_line(capsys, init.main, "rows.jsonl")
 
 
