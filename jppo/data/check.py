@@ -215,8 +215,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.max_prompt_length is not None and not args.tokenizer:
         raise UserError(f"--max-prompt-length={args.max_prompt_length} is in tokens; give --tokenizer to count them")
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    options = dict(prompt_role=args.prompt_role, system_prompt=args.system_prompt, custom_cls=args.custom_cls)
-    options |= dict(tokenizer=tokenizer)
+    names = ("prompt_role", "system_prompt", "custom_cls")
+    options = dict[str, Any](tokenizer=tokenizer) | {name: getattr(args, name) for name in names}
     train = read_set(",".join(args.files), "FILES", **options)
     val = read_set(args.val, "--val", **options) if args.val else None
     checks = dict[str, Any](max_prompt_length=args.max_prompt_length, graders=_graders(train, val), refuse=refusal)

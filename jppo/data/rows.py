@@ -1,7 +1,6 @@
 """Rows of data: their sources, checks of their columns with their place for errors, JSON and parquet files of them.
 
 A setting such as data.train_files lists sources, separated by commas: PATH.parquet, PATH.jsonl, PATH.json, PATH.csv,
-each also with a slice of its rows, as in PATH.csv[:-10],
 hub:NAME[:CONFIG]/SPLIT, or tfds:NAME/SPLIT[@DIR]. With data.custom_cls=PATH.py:CLASS each entry is passed to the
 class: CLASS(entry, tokenizer=tokenizer) must be an iterable of rows, dicts with the columns of a file. Data is never
 run as code; the custom class is.
@@ -190,19 +189,18 @@ def _parse_json(data: bytes, place: str) -> Any:
 
 def _read_csv(path: pathlib.Path) -> list[Row]:
     """Reads comma-separated values below a line of column names; all values are text."""
+    rows: list[Row] = []
     try:
         lines = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline=""), strict=True)
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path} is not UTF-8 ({e.reason} at byte {e.start}); convert the file to UTF-8") from e
-    rows = []
-    try:
         for columns in lines:
             rows.append(Row(str(path), lines.line_num, columns, "line"))
             if None in columns or None in columns.values():
                 names = ", ".join(lines.fieldnames or ())
                 raise UserError(f"{rows[-1].place} has not the columns {names}; quote values that have commas")
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not UTF-8 ({e.reason} at byte {e.start}); convert the file to UTF-8") from e
     except csv.Error as e:
-        raise UserError(f"{path}, line {lines.line_num} is not CSV: {e}") from e
+        raise UserError(f"{path} is not CSV after row {len(rows)}: {e}; close the quotes") from e
     return rows
 
 

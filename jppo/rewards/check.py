@@ -131,18 +131,12 @@ def _check_without_answers(reward_sum: RewardSum, prompts: list[Prompt]) -> Sour
     """Scores a source whose rows have no answers: each prompt as its own response, an empty response, and a probe."""
     texts = [p.messages if isinstance(p.messages, str) else p.messages[-1]["content"] for p in prompts]
     rewards = _grade_texts(reward_sum, [*prompts * 2, prompts[0]], [*texts, *[None] * len(texts), _PROBE])
+    echo_score, empty_score = _mean_score(rewards[: len(texts)]), _mean_score(rewards[len(texts) : -1])
+    errors = [r.error for r in rewards if r.error is not None]
     return SourceCheck(
-        source=prompts[0].data_source,
-        rows=len(prompts),
-        graded=len(rewards),
-        truth=_mean_score(rewards[: len(texts)]),
-        wrong=_mean_score(rewards[len(texts) : -1]),
-        errors=[r.error for r in rewards if r.error is not None],
-        example=texts[0],
-        answers=False,
-        no_truth=_no_truth(prompts),
-        constant=len({reward.score for reward in rewards}) == 1,
-    )
+        prompts[0].data_source, len(prompts), len(rewards), echo_score, empty_score, errors, texts[0], answers=False,
+        no_truth=_no_truth(prompts), constant=len({reward.score for reward in rewards}) == 1,
+    )  # fmt: skip
 
 
 def _no_truth(prompts: Sequence[Prompt]) -> str:

@@ -268,7 +268,7 @@ def test_csv_has_quoted_values_and_all_are_text(tmp_path):
     [
         (b"a,b\n1,2\n1,2,3\n", "line 3 has not the columns a, b; quote values that have commas"),
         (b"a,b\n1\n", "line 2 has not the columns a, b"),
-        (b'a,b\n1,"2\n', "is not CSV: unexpected end of data"),
+        (b'a,b\n1,"2\n', "is not CSV after row 0: unexpected end of data"),
         (b"a\n\xff\n", "is not UTF-8"),
         (b"a,b\n", "has no rows"),
     ],
