@@ -19,7 +19,7 @@ COMMANDS = {
     "jppo.sweep": "runs several trainings",
     "jppo.prove": "compares an algorithm with PPO and GRPO on small tasks",
     "jppo.plan": "finds the fastest settings for a described machine",
-    "jppo.serve": "runs a vLLM server for a training elsewhere",
+    "jppo.serve": "serves a trained model by vLLM, or weights of a training elsewhere",
     "jppo.tinker": "serves the Tinker API, for clients with a loop of their own",
     "jppo.report": "writes an HTML report of one run or several",
     "jppo.replay": "recomputes a recorded step and names the first number that differs",

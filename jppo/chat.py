@@ -56,6 +56,7 @@ class ChatModel:
 
 def load_model(args: argparse.Namespace) -> ChatModel:
     """Reads a model and makes its sampling functions, which compile on first use."""
+    args.model = hf.final_model(args.model)
     if (pathlib.Path(args.model) / "adapter_config.json").is_file():
         raise UserError(f"{args.model} has only adapters; export the run with --merge_lora, and use that directory")
     _, cfg = hf.read_config(args.model, longest=args.context)
@@ -238,7 +239,7 @@ def piped_lines() -> Iterator[str]:
 def chat_arguments(argv: list[str]) -> argparse.Namespace:
     """Parses the command line and checks its numbers."""
     parser = Parser("jppo.chat", __doc__)
-    parser.add_argument("model", metavar="MODEL_DIR", help="a Hugging Face directory, or a hub name")
+    parser.add_argument("model", metavar="MODEL_DIR", help="a run, a Hugging Face directory, or a hub name")
     parser.add_argument("--prompt", metavar="TEXT", help="answer this text and exit")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--raw", action="store_true", help="continue text without the chat template")

@@ -23,6 +23,7 @@ import rich.table
 from jppo import child_process, settings, statistics
 from jppo.errors import UserError, expanded, one_line
 from jppo.learner.make import open_mesh
+from jppo.models import hf
 from jppo.rewards.make import make_reward_sum
 from jppo.rollout.make import open_engine, share_gpu, with_servers
 from jppo.rollout.protocol import RolloutError
@@ -40,7 +41,7 @@ from jppo.settings import Settings
 
 # Short option: the setting and its help text.
 SHORT = {
-    "model": ("model.path", "a Hugging Face directory, or a hub name"),
+    "model": ("model.path", "a run, a Hugging Face directory, or a hub name"),
     "data": ("data.val_files", "files of prompts, separated by commas"),
     "n": ("rollout.val_kwargs.n", "responses per prompt"),
     "temperature": ("rollout.val_kwargs.temperature", "0.0 is greedy"),
@@ -179,6 +180,7 @@ def read_settings(argv: list[str]) -> tuple[Settings, bool]:
         parser.add_argument(f"--{name}", metavar="", help=f"{setting}{about and f': {about}'}")
     parser.add_argument("--out", metavar="", default=OUT, help=f"output folder (default {OUT})")
     arguments, rest = parser.parse_known_args(argv)
+    arguments.model = arguments.model and hf.final_model(arguments.model)
     overrides = [
         f"--config.{setting}={value}"
         for name, (setting, _) in SHORT.items()

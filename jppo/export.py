@@ -171,6 +171,7 @@ OF_BOTH = (
     "data.max_prompt_length",
     "data.max_response_length",
     "data.mix",
+    "data.prompt_role",
     "data.system_prompt",
     "model.init",
     "model.lora_rank",

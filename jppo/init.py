@@ -1,12 +1,14 @@
 """Writes a config for your data, model and machine: python -m jppo.init train.jsonl --model=DIR --reward=reward.py
 
     python -m jppo.init train.jsonl --val=test.jsonl --model=DIR --reward=reward.py --out=config.py
+    python -m jppo.init questions.csv --prompt_key=question --truth_key=answer --reward=reward.py --lora
     python -m jppo.train --config=config.py
 
 The config has lengths from the data, batch sizes that divide, and a comment for every choice. It is checked as
 `jppo.train` would check it before it is written; nothing is trained.
 """
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -20,7 +22,8 @@ import jax
 
 from jppo import settings
 from jppo.data.prompts import SOLUTIONS
-from jppo.data.rows import Row, read_sources
+from jppo.data.rows import TFDS, Row, Source, read_sources
+from jppo.data.tokenizer import load_tokenizer
 from jppo.errors import UserError, escaped, expanded
 from jppo.learner.sharding import fastest_dtype
 from jppo.models import hf
@@ -32,9 +35,10 @@ from jppo.rewards.graders import FunctionPart, grader_of
 from jppo.rewards.pool import Pool
 from jppo.rollout.vllm.arguments import check_vllm, torch_cuda
 from jppo.run.inputs import Inputs, read_inputs
-from jppo.settings import Parser, Settings
+from jppo.settings import Parser, Settings, texts
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+NO_TRUTH = "gets no ground truth"
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")  # names of the column, tried in turn
 # Columns that may have the ground truth of a custom reward function, tried in order.
 TRUTH_COLUMNS = ("answer", "solution", "expected", "label", "target", "output", "response", "completion")
@@ -42,7 +46,8 @@ SECTIONS = ("model", "data", "reward", "algorithm", "actor", "critic", "rollout"
 STEPS = 100
 GROUP = 8  # responses to a prompt, for GRPO
 MIN_MEASURED = 32  # tokens; shorter answers in the data do not tell how long responses will be
-TEMPLATE = "prompts are text, to which the chat template is not applied"
+TESTED = 256  # most rows that are held out, or of a test on training prompts
+HELD_OUT = 5  # one of so many rows is held out
 SERVED_HEAD = 32  # least head size that vLLM serves on a CPU
 TRAINED_BYTES = 16  # of each trained parameter: itself, its gradient and two moments, in float32
 RANK = 32  # of adapters
@@ -67,8 +72,8 @@ def prompt_column(rows: Sequence[Row]) -> str:
     column = next((name for name in PROMPTS if name in names), None)
     if column is None:
         raise UserError(
-            f"{rows[0].source} has no column of prompts among {', '.join(map(str, rows[0].columns))}; rename it to"
-            " 'prompt'"
+            f"{rows[0].source} has no column of prompts among {', '.join(map(str, rows[0].columns))} with a usual name;"
+            " name it by --prompt_key"
         )
     return column
 
@@ -80,38 +85,59 @@ def truth_column(rows: Sequence[Row]) -> str:
     return next((name for name in TRUTH_COLUMNS if all(name in row.columns for row in rows)), "")
 
 
-def data_choices(files: str, val: str, rows: Sequence[Row], reward: str) -> Iterator[Proposal]:
-    """Yields the settings that follow from the data: files, columns, reward."""
-    yield Proposal("data.train_files", files, f"{len(rows)} rows")
-    if val:
-        yield Proposal("data.val_files", val, "test prompts")
+def split_entries(files: str, sources: Sequence[Source]) -> tuple[str, str]:
+    """Splits sources into training and test rows, the last of each, as slices; no test rows where there are few."""
+    entries = texts.entries(files)
+    counts = [min(TESTED // len(entries), len(source.rows) // HELD_OUT) for source in sources]
+    if not all(counts) or any(entry.startswith(TFDS) or entry.endswith("]") for entry in entries):
+        return files, ""
+    cuts = [*zip(entries, counts, strict=True)]
+    return ",".join(f"{entry}[:-{n}]" for entry, n in cuts), ",".join(f"{entry}[-{n}:]" for entry, n in cuts)
+
+
+def file_choices(files: str, val: str, sources: Sequence[Source]) -> Iterator[Proposal]:
+    """Yields the training and the test set; without test prompts, some of the rows are held out."""
+    count = sum(len(source.rows) for source in sources)
+    train, test = (files, val) if val else split_entries(files, sources)
+    yield Proposal("data.train_files", train, f"of {count} rows" if train != files else f"{count} rows")
+    if test:
+        yield Proposal("data.val_files", test, "test prompts" if val else "held out for tests; --val names other rows")
     else:
         yield Proposal("data.val_files", files, "the training prompts: --val gives held-out ones")
-        yield Proposal("data.val_max_samples", min(256, len(rows)), "prompts of a test")
-    if (column := prompt_column(rows)) != "prompt":
+        yield Proposal("data.val_max_samples", min(TESTED, count), "prompts of a test")
+
+
+def column_choices(args: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Proposal]:
+    """Yields the settings that follow from the columns: their names, and the reward."""
+    if (column := args.prompt_key or prompt_column(rows)) != "prompt":
         yield Proposal("data.prompt_key", column, "column of the prompts")
-    if reward:
-        tests = [row for source in read_sources(val, "--val") for row in source.rows] if val else []
-        truth, reason = truth_column([*rows, *tests]), "scores a response"
-        others = sorted({name for row in rows for name in row.columns} - {column})
-        if truth:
-            yield Proposal("data.ground_truth_key", truth, "column of the ground truth, which the function gets")
-        elif others and not {"ground_truth", "reward_model"} & {*others}:
-            reason += f"; data.ground_truth_key can give it one of {', '.join(map(repr, others))} as the ground truth"
-        yield Proposal("reward.function", reward, reason)
-        return
-    sources = {row.columns.get("data_source") for row in rows}
-    unknown = [source for source in sources if not (isinstance(source, str) and grader_of(source))]
-    if unknown:
-        raise UserError(
-            f"{files}: no rule scores data_source={unknown[0]!r}; give --reward=FILE.py, whose"
-            " compute_score(data_source, solution_str, ground_truth, extra_info) returns a number"
-        )
+    if any(isinstance(row.columns.get(column), str) for row in rows) and load_tokenizer(args.model).chat_template:
+        yield Proposal("data.prompt_role", "user", "the chat template renders text as a message; '' leaves it as it is")
+    if not args.reward:
+        sources = {row.columns.get("data_source") for row in rows}
+        unknown = [source for source in sources if not (isinstance(source, str) and grader_of(source))]
+        if unknown:
+            raise UserError(
+                f"{args.data}: no rule scores data_source={unknown[0]!r}; give --reward=FILE.py, whose"
+                " compute_score(data_source, solution_str, ground_truth, extra_info) returns a number"
+            )
+    tests = [row for source in read_sources(args.val, "--val") for row in source.rows] if args.val else []
+    truth, reason = args.truth_key or truth_column([*rows, *tests]), "scores a response"
+    others = sorted({name for row in rows for name in row.columns} - {column, "data_source"})
+    if truth:
+        yield Proposal("data.ground_truth_key", truth, "column of the ground truth, which the reward gets")
+    elif others and not {"ground_truth", "reward_model"} & {*others}:
+        missing = f"--truth_key names the column of the ground truth, perhaps {' or '.join(map(repr, others))}"
+        if not args.reward:
+            raise UserError(f"{args.data}: rules need a ground truth; {missing}")
+        reason += f"; {NO_TRUTH}: {missing}"
+    if args.reward:
+        yield Proposal("reward.function", args.reward, reason)
 
 
-def free_folder(files: str) -> str:
-    """Returns a run folder that does not exist yet, named after the data."""
-    folder = f"runs/{pathlib.PurePath(files.partition(',')[0]).stem}"
+def free_folder(files: str, algorithm: str) -> str:
+    """Returns a run folder that does not exist yet, named after data and algorithm."""
+    folder = f"runs/{pathlib.PurePath(files.partition(',')[0]).stem}-{algorithm}"
     names = itertools.chain([folder], (f"{folder}-{i}" for i in itertools.count(2)))
     return next(name for name in names if not os.path.lexists(name))
 
@@ -174,21 +200,25 @@ def machine_choices(device: jax.Device, cfg: ModelConfig, cards: Sequence[Nvidia
     yield Proposal("actor.max_tokens_per_device", -1, "what fits in memory")
 
 
-def adapter_choices(device: jax.Device, parameters: float, algorithm: str) -> Iterator[Proposal]:
-    """Yields LoRA adapters where the training of all weights does not fit the device's memory."""
+def adapter_choices(device: jax.Device, parameters: float, algorithm: str, wanted: bool = False) -> Iterator[Proposal]:
+    """Yields LoRA adapters where they are wanted, or the training of all weights does not fit the device's memory."""
     room = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
     models = 2 if algorithm == "ppo" else 1
     needed = (TRAINED_BYTES * models + 4) * parameters  # and the reference
+    reason = "adapters learn, and the weights are frozen" if wanted else ""
     if room is not None and needed > room:
         reason = f"adapters: all weights would take {needed / GIB:.0f} GiB of a device's {room / GIB:.0f}"
-        yield Proposal("model.lora_rank", RANK, reason)
-        yield Proposal("model.lora_alpha", RANK, "scale of the adapters")
+    if not reason:
+        return
+    yield Proposal("model.lora_rank", RANK, reason)
+    yield Proposal("model.lora_alpha", RANK, "scale of the adapters")
+    if device.platform != "cpu":
         yield Proposal("model.param_dtype", "bfloat16", "of the frozen weights")
 
 
 def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str) -> Iterator[Proposal]:
     """Yields the lengths of prompts and responses, from the data and within the model's `limit`."""
-    longest = max(len(prompt.ids) for prompt in inputs.train.prompts)
+    longest = max(len(prompt.ids) for prompt in (*inputs.train.prompts, *inputs.val.prompts))
     answers = [row.columns[name] for row in rows for name in SOLUTIONS if isinstance(row.columns.get(name), str)]
     response, reason = (64 if backend == "cpu" else 512), "a guess: the data has no worked solutions to measure"
     if answers:
@@ -201,9 +231,7 @@ def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str
     prompt = min(_round_up(longest), max(limit // 2, limit - response))
     if response > limit - prompt:
         response, reason = limit - prompt, f"what the model's {limit} positions leave"
-    is_plain_text = inputs.tokenizer.chat_template and isinstance(inputs.train.prompts[0].messages, str)
-    note = f"; {TEMPLATE}" if is_plain_text else ""
-    yield Proposal("data.max_prompt_length", prompt, f"tokens; the longest prompt has {longest}{note}")
+    yield Proposal("data.max_prompt_length", prompt, f"tokens; the longest prompt has {longest}")
     yield Proposal("data.max_response_length", response, f"tokens; {reason}")
 
 
@@ -242,31 +270,43 @@ def _make_settings(choices: Sequence[Proposal]) -> Settings:
     return c
 
 
-def _choose_settings(files: str, val: str, model: str, reward: str, algorithm: str) -> list[Proposal]:
+def _choose_settings(args: argparse.Namespace) -> list[Proposal]:
     """Proposes the settings of a run; UserError where data, model or reward cannot be used."""
-    rows = [row for source in read_sources(files, "DATA") for row in source.rows]
-    _, cfg = hf.read_config(model, longest=1)
+    _say(f"reading {args.data}")
+    sources = read_sources(args.data, "DATA")
+    rows = [row for source in sources for row in source.rows]
+    _say(f"reading config and tokenizer of {args.model}")
+    _, cfg = hf.read_config(args.model, longest=1)
+    columns = [*column_choices(args, rows)]
+    _say("looking at this machine and its vLLM")
     device, limit = jax.local_devices()[0], cfg.max_position_embeddings
     parameters = memory.engine_bytes(cfg, "float32") / 4
     proposals = [
-        Proposal("model.path", model, f"{cfg.family}, {parameters / 1e6:.3g}M parameters"),
-        *data_choices(files, val, rows, reward),
+        Proposal("model.path", args.model, f"{cfg.family}, {parameters / 1e6:.3g}M parameters"),
+        *file_choices(args.data, args.val, sources),
+        *columns,
         *machine_choices(device, cfg, gpus() if device.platform == "gpu" else []),
-        Proposal("trainer.run_dir", free_folder(files), "everything that the run writes; a run here is resumed"),
+        Proposal("trainer.run_dir", free_folder(args.data, args.algorithm), "files of the run, which resumes there"),
     ]
+    _say(f"measuring {len(rows)} prompts")
     inputs = read_inputs(_make_settings([*proposals, *loosest_sizes(limit)]))
-    adapters = [*adapter_choices(device, parameters, algorithm)]
-    sizes = size_choices(len(inputs.train.prompts), device.platform, parameters, algorithm, bool(adapters))
+    adapters = [*adapter_choices(device, parameters, args.algorithm, args.lora)]
+    sizes = size_choices(len(inputs.train.prompts), device.platform, parameters, args.algorithm, bool(adapters))
     choices = [*proposals, *adapters, *length_choices(inputs, rows, limit, device.platform), *sizes]
+    _say("checking the config")
     c = _make_settings(choices)
     read_inputs(c)
-    if reward:
+    if args.reward:
         pool = Pool(1, timeout_s=c.reward.timeout_s, memory_bytes=c.reward.memory_bytes)
         try:
-            FunctionPart(reward, pool=pool, decode=inputs.tokenizer.decode)
+            FunctionPart(args.reward, pool=pool, decode=inputs.tokenizer.decode)
         finally:
             pool.close()
     return choices
+
+
+def _say(stage: str) -> None:
+    print(f"jppo.init: {stage}", file=sys.stderr, flush=True)
 
 
 def loosest_sizes(limit: int) -> list[Proposal]:
@@ -280,17 +320,20 @@ def loosest_sizes(limit: int) -> list[Proposal]:
 def main(argv: list[str] | None = None) -> None:
     """Writes a config for the data, model and reward, and prints the next commands."""
     parser = Parser("jppo.init", __doc__)
-    parser.add_argument("data", help="parquet, jsonl, json or hub:NAME/SPLIT; several separated by commas")
-    parser.add_argument("--val", default="", help="test prompts, in the same forms; default: prompts of the data")
+    parser.add_argument("data", help="parquet, jsonl, json, csv or hub:NAME/SPLIT; several separated by commas")
+    parser.add_argument("--val", default="", help="test prompts, in the same forms; default: the last rows of the data")
     parser.add_argument("--model", default=MODEL, help=f"model directory or hub name; default: {MODEL}")
     parser.add_argument("--reward", default="", help="FILE.py or FILE.py:NAME; default: the rules of data_source")
     parser.add_argument("--algorithm", default="ppo", choices=("ppo", "grpo"), help="with a critic, or without")
+    parser.add_argument("--prompt_key", default="", help=f"column of the prompts; default: {', '.join(PROMPTS)}")
+    parser.add_argument("--truth_key", default="", help="column of the ground truth, which the reward gets")
+    parser.add_argument("--lora", action="store_true", help=f"train adapters of rank {RANK} in place of all weights")
     parser.add_argument("--out", default="config.py", help="the file to write; default: config.py")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     out = expanded(args.out)
     if out.exists():
         raise UserError(f"--out={out} is there already; remove it, or name another file")
-    choices = _choose_settings(args.data, args.val, args.model, args.reward, args.algorithm)
+    choices = _choose_settings(args)
     text = render(choices, f"{args.algorithm.upper()} on {args.data}", out)
     try:
         out.write_text(text, encoding="utf-8")
@@ -298,12 +341,13 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--out={out} cannot be written ({e.strerror}); name another file") from e
     runpy.run_path(str(out))["get_config"]()
     print(escaped(text))
-    if TEMPLATE in text:
-        print(f'Note: {TEMPLATE}. Write them as [{{"role": "user", "content": "..."}}] to have it applied.\n')
-    folder = next(proposal.value for proposal in choices if proposal.name == "trainer.run_dir")
-    print(f"{out} is written. Check the reward, train, then test the model:\n")
+    reasons = {proposal.name: proposal for proposal in choices}
+    if NO_TRUTH in (reward := reasons.get("reward.function", choices[0]).reason):
+        print(escaped(f"Note: reward.function {reward.partition('; ')[2]}\n"))
+    folder = reasons["trainer.run_dir"].value
+    print(f"{out} is written. Check the reward, train, test the model and chat with it:\n")
     print(f"  python -m jppo.rewards.check --config={out}\n  python -m jppo.train --config={out}")
-    print(f"  python -m jppo.evaluate --config={out} --model={folder}/hf")
+    print(f"  python -m jppo.evaluate --config={out} --model={folder}\n  python -m jppo.chat {folder}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Runs one vLLM server for a training elsewhere: python -m jppo.serve --config=configs/gsm8k.py
+"""Serves a trained model by vLLM, with OpenAI's API: python -m jppo.serve DIR
 
+    python -m jppo.serve runs/quickstart --port 8000
     JPPO_SERVER_TOKEN=... python -m jppo.serve --config=configs/gsm8k.py --config.rollout.port=8000 --host=0.0.0.0
 
-The config and its overrides are the training's, which attaches by rollout.urls; the token is the same on both sides.
-The server has random weights until the training publishes its own. --listed adds its address to a file for
-rollout.urls=file:PATH when it answers, and removes it when it ends; --address is the address if not the host's name.
-SIGTERM ends the server.
+DIR is the folder of a run, a model's directory or a hub name; it is also the model's name in requests. Further options
+are vLLM's. With --config it runs one server for a training elsewhere instead, which attaches by rollout.urls. Config,
+overrides and the token are the training's, and the server has random weights until the training publishes its own.
+--listed adds its address to a file for rollout.urls=file:PATH when it answers, and removes it when it ends; --address
+is the address if not the host's name. SIGTERM ends the server.
 """
 
 import contextlib
@@ -13,12 +15,14 @@ import dataclasses
 import fcntl
 import os
 import pathlib
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from jppo import child_process, settings
 from jppo.errors import UserError
@@ -38,12 +42,38 @@ POLL_S = 0.5
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
+    """Serves a trained model, if the first argument is no option; otherwise a server for a training elsewhere."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and not argv[0].startswith("-"):
+        command = model_command(argv)
+        print(f"jppo: starting {shlex.join(command)}", file=sys.stderr, flush=True)
+        os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ})
+    serve_training(argv)
+
+
+def model_command(argv: list[str]) -> list[str]:
+    """Returns the command of a vLLM server of a model, with the options that are vLLM's."""
+    parser = settings.Parser("jppo.serve", __doc__)
+    parser.add_argument("model", metavar="DIR", help="the folder of a run, a model's directory or a hub name")
+    parser.add_argument("--host", default=HOST, help="the address to listen on")
+    parser.add_argument("--python", default="", help="the interpreter that has vLLM, as in rollout.python")
+    args, options = parser.parse_known_args(argv)
+    if wrong := [word for word in options if word.startswith("--config")]:
+        raise UserError(f"{wrong[0]}: a model is served without a config; leave out {args.model} or the config")
+    build = arguments.check_vllm(args.python, "--python")
+    folder = hf.resolve_directory(hf.final_model(args.model), weights=True)
+    model = ["--model", str(folder), "--served-model-name", args.model, "--host", args.host]
+    executable = child_process.executable(args.python, "--python")
+    return [executable, "-m", arguments.MODULE, *model, *(arguments.CPU_OPTIONS if build == "cpu" else ()), *options]
+
+
+def serve_training(argv: list[str]) -> NoReturn:
     """Starts one vLLM server by the training's config, and exits with its code."""
     parser = settings.Parser("jppo.serve", __doc__)
     parser.add_argument("--host", default=HOST, help="the address to listen on")
     parser.add_argument("--listed", type=pathlib.Path, help="the file of addresses")
     parser.add_argument("--address", default="", help="the server's address in that file")
-    args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    args, rest = parser.parse_known_args(argv)
     config, _ = settings.parse(rest, __doc__ or "", settings.default())
     c = settings.typed(config, Settings)
     if c.rollout.name != "vllm" or not c.rollout.port:

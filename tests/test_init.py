@@ -43,12 +43,13 @@ def test_the_config_of_50_rows_is_lawful_and_explains_itself(folder, capsys):
     said = capsys.readouterr().out
     assert (found["data.max_prompt_length"], found["data.max_response_length"]) == (8, 56)  # "49+49=", of 64 positions
     assert (found["data.train_batch_size"], found["actor.ppo_mini_batch_size"]) == (32, 8)
-    assert found["reward.function"] == "reward.py" and found["data.val_files"] == "rows.jsonl"
-    assert found["trainer.run_dir"] == "runs/rows"
+    assert found["reward.function"] == "reward.py" and found["data.val_max_samples"] == -1
+    assert (found["data.train_files"], found["data.val_files"]) == ("rows.jsonl[:-10]", "rows.jsonl[-10:]")
+    assert found["trainer.run_dir"] == "runs/rows-ppo"
     lines = [line for line in said.splitlines() if line.startswith("    config.")]
     assert len(lines) > 15 and all("  # " in line for line in lines)
     assert "python -m jppo.rewards.check --config=config.py\n  python -m jppo.train --config=config.py\n" in said
-    assert said.endswith("  python -m jppo.evaluate --config=config.py --model=runs/rows/hf\n")
+    assert said.endswith("config.py --model=runs/rows-ppo\n  python -m jppo.chat runs/rows-ppo\n")
     assert "config.py is there already" in one_line(capsys, init.main, "rows.jsonl")
 
 
@@ -56,6 +57,7 @@ def test_answers_of_the_data_give_the_length_of_a_response(folder):
     write_rows(folder / "rows.jsonl", *({"question": "1+1=", "answer": "1" * 20} for _ in range(5)))
     write_rows(folder / "test.jsonl", {"question": "2+2="})
     found = written("rows.jsonl", "--reward=reward.py", "--val=test.jsonl")
+    assert found["data.train_files"] == "rows.jsonl"
     assert found["data.max_response_length"] == 32 and found["data.prompt_key"] == "question"  # 20 * 3 / 2, of 8
     assert found["data.ground_truth_key"] == "ground_truth"  # the test has no other column in its place
     assert found["data.val_files"] == "test.jsonl" and found["data.val_max_samples"] == -1
@@ -65,7 +67,7 @@ def test_answers_of_the_data_give_the_length_of_a_response(folder):
 @pytest.mark.parametrize("column", ["answer", "expected"])
 def test_a_function_gets_the_column_of_right_answers_and_room_for_more(folder, column):
     write_rows(folder / "rows.jsonl", *({"question": f"{a}+1=", column: str(a + 1)} for a in range(5)))
-    found = written("rows.jsonl", "--reward=reward.py")
+    found = written("rows.jsonl", "--reward=reward.py", "--val=rows.jsonl")
     assert found["data.ground_truth_key"] == column and found["data.max_response_length"] == 56  # 64 positions less 8
     config, _ = settings.parse(["--config=config.py"], "", settings.default())
     prompts = read_inputs(settings.typed(config, settings.Settings)).train.prompts
@@ -75,7 +77,37 @@ def test_a_function_gets_the_column_of_right_answers_and_room_for_more(folder, c
 def test_columns_that_could_be_the_ground_truth_are_named(folder, capsys):
     write_rows(folder / "rows.jsonl", *({"question": f"{a}+1=", "reply\n": a + 1, "id": a} for a in range(5)))
     written("rows.jsonl", "--reward=reward.py")
-    assert "data.ground_truth_key can give it one of 'id', 'reply\\n' as the ground truth\n" in capsys.readouterr().out
+    said = "gets no ground truth: --truth_key names the column of the ground truth, perhaps 'id' or 'reply\\n'\n"
+    assert f"Note: reward.function {said}" in capsys.readouterr().out
+
+
+def test_csv_with_columns_of_any_name_and_several_files(folder):
+    (folder / "a.csv").write_text("ask,right,id\n" + "".join(f"{a}+1=,{a + 1},{a}\n" for a in range(12)))
+    (folder / "b.csv").write_text("ask,right,id\n" + "".join(f"{a}+2=,{a + 2},{a}\n" for a in range(7)))
+    keys = ["--prompt_key=ask", "--truth_key=right"]
+    found = written("a.csv, b.csv", "--reward=reward.py", *keys)
+    assert found["data.train_files"] == "a.csv[:-2],b.csv[:-1]" and found["data.val_files"] == "a.csv[-2:],b.csv[-1:]"
+    config, _ = settings.parse(["--config=config.py"], "", settings.default())
+    inputs = read_inputs(settings.typed(config, settings.Settings))
+    prompts = [(prompt.messages, prompt.ground_truth) for prompt in (*inputs.val.prompts, inputs.train.prompts[0])]
+    assert prompts == [("10+1=", "11"), ("11+1=", "12"), ("6+2=", "8"), ("0+1=", "1")]
+
+
+def test_rows_are_held_out_where_there_are_enough(folder):
+    def split(count, entry="rows.jsonl"):
+        return init.split_entries(entry, [init.Source("rows", [None] * count)])
+
+    assert split(4) == ("rows.jsonl", "") and split(5) == ("rows.jsonl[:-1]", "rows.jsonl[-1:]")
+    assert split(10**6) == ("rows.jsonl[:-256]", "rows.jsonl[-256:]")
+    assert split(100, "rows.jsonl[:100]") == ("rows.jsonl[:100]", "")
+    assert split(100, "tfds:a/train@x") == ("tfds:a/train@x", "")
+    assert split(100, "hub:a/b/train") == ("hub:a/b/train[:-20]", "hub:a/b/train[-20:]")
+
+
+def test_adapters_are_trained_where_they_are_wanted(folder):
+    found = written("rows.jsonl", "--reward=reward.py", "--lora", "--algorithm=grpo")
+    assert (found["model.lora_rank"], found["model.param_dtype"]) == (32, "float32")
+    assert found["actor.lr"] == 1e-3 and found["trainer.run_dir"] == "runs/rows-grpo"  # ten times 1e-4
 
 
 def test_grpo_has_groups_and_no_critic(folder, capsys):
@@ -86,18 +118,18 @@ def test_grpo_has_groups_and_no_critic(folder, capsys):
 
 
 def test_a_run_that_is_there_is_not_continued(folder):
-    (folder / "runs/rows").mkdir(parents=True)
-    (folder / "runs/rows-2").mkdir()
-    assert written("rows.jsonl", "--reward=reward.py")["trainer.run_dir"] == "runs/rows-3"
+    (folder / "runs/rows-ppo").mkdir(parents=True)
+    (folder / "runs/rows-ppo-2").mkdir()
+    assert written("rows.jsonl", "--reward=reward.py")["trainer.run_dir"] == "runs/rows-ppo-3"
 
 
-def test_text_for_a_chat_model_is_pointed_out(folder, capsys):
+def test_text_for_a_chat_model_becomes_a_message(folder):
     file = folder / "model/tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": "{{ messages[0].content }}"}))
-    written("rows.jsonl", "--reward=reward.py")
-    said = capsys.readouterr().out
-    assert "has 6; prompts are text, to which the chat template is not applied" in said
-    assert 'Note: prompts are text, to which the chat template is not applied. Write them as [{"role"' in said
+    assert written("rows.jsonl", "--reward=reward.py")["data.prompt_role"] == "user"
+    config, _ = settings.parse(["--config=config.py", "--config.data.system_prompt=42"], "", settings.default())
+    prompt = read_inputs(settings.typed(config, settings.Settings)).train.prompts[0]
+    assert prompt.messages == [{"role": "system", "content": "42"}, {"role": "user", "content": "0+0="}]
 
 
 def test_rows_with_a_rule_need_no_reward(folder):
@@ -109,7 +141,17 @@ def test_rows_with_a_rule_need_no_reward(folder):
 @pytest.mark.parametrize(
     ("rows", "words", "said"),
     [
-        ([{"text": "1"}], [], "has no column of prompts among text; rename it to 'prompt'"),
+        ([{"text": "1"}], [], "has no column of prompts among text with a usual name; name it by --prompt_key"),
+        (
+            [{"prompt": "1"}],
+            ["--prompt_key=ask", "--reward=reward.py"],
+            "line 1 has no 'ask', which data.prompt_key names",
+        ),
+        (
+            [{"prompt": "1", "data_source": "exact", "right": "1"}],
+            [],
+            "rules need a ground truth; --truth_key names the column of the ground truth, perhaps 'right'",
+        ),
         ([{"prompt": "1"}], [], "no rule scores data_source=None; give --reward=FILE.py"),
         ([{"prompt": "1"}], ["--reward=no.py"], "reward.function='no.py': there is no such file"),
         ([{"prompt": "1"}], ["--reward=reward.py", "--val=no.jsonl"], "--val: no file no.jsonl"),
@@ -118,7 +160,10 @@ def test_rows_with_a_rule_need_no_reward(folder):
 )
 def test_what_cannot_be_trained_is_one_line_and_no_file(folder, capsys, rows, words, said):
     write_rows(folder / "rows.jsonl", *rows)
-    assert said in one_line(capsys, init.main, "rows.jsonl", "--model=model", *words)
+    with pytest.raises(SystemExit) as ended:
+        init.main(["rows.jsonl", "--model=model", *words])
+    *stages, error = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and said in error and all(stage.startswith("jppo.init: ") for stage in stages)
     assert not (folder / "config.py").exists()
 
 

@@ -17,6 +17,7 @@ from examples import arithmetic
 from jppo import evaluate, export, init, settings, train
 from jppo.data.stream import Cursor, next_batch, seen, user_order
 from jppo.learner.make import make_chain
+from jppo.models import hf
 from jppo.plugins.agents.tools import read_tools
 from jppo.rewards import check
 from jppo.types import Prompt, Reward
@@ -65,9 +66,10 @@ def test_the_readme_leads_from_prompts_and_a_function_to_a_tested_model(model, t
     check.main(commands.pop("rewards.check"))
     train.main([*commands.pop("train"), *small])
     evaluate.main([*commands.pop("evaluate"), "--max_response_length=8", "--config.rollout.name=inprocess"])
+    assert hf.final_model(*commands.pop("serve")) == "runs/train-ppo/hf"
     assert not commands and pathlib.Path("runs/evaluate/summary.json").is_file()
-    steps = make.read_lines("runs/train/metrics.jsonl")
-    assert steps[-1]["step"] == 1 and pathlib.Path("runs/train/hf/config.json").is_file()
+    steps = make.read_lines("runs/train-ppo/metrics.jsonl")
+    assert steps[-1]["step"] == 1 and pathlib.Path("runs/train-ppo/hf/config.json").is_file()
 
 
 def test_the_page_on_lora_leads_from_a_config_to_adapters_and_a_whole_model(model, tmp_path, monkeypatch):
@@ -109,8 +111,8 @@ def test_the_loop_of_the_page_trains(model, tmp_path, monkeypatch):
 
 def test_an_exported_model_answers_in_transformers(model, capsys):
     code = block("docs/serving.md", "AutoModelForCausalLM", "python")
-    assert code.count("runs/train/hf") == 2
-    exec(code.replace("runs/train/hf", str(model)), {})
+    assert code.count("runs/train-ppo/hf") == 2
+    exec(code.replace("runs/train-ppo/hf", str(model)), {})
     assert capsys.readouterr().out.startswith("What is 50 plus 7?")
 
 

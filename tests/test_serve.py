@@ -1,6 +1,8 @@
 """python -m jppo.serve: the address is in the file while the server answers; a real one is in test_real_vllm.py."""
 
+import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import pathlib
@@ -9,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import urllib.request
 
 import pytest
 
@@ -140,3 +143,55 @@ def test_what_vllm_on_a_cpu_cannot_serve_is_refused_before_the_start(words, head
         *words,
     ]
     assert said in one_line(capsys, serve.main, *words)
+
+
+def test_the_model_of_a_run_is_served_by_one_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    build = {"": "gpu", sys.executable: "cpu"}
+    monkeypatch.setattr(serve.arguments, "check_vllm", lambda python, setting: build[python])
+    for folder in ("runs/a/hf", "model", "runs/b/checkpoints"):
+        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("runs/a", "runs/a/hf", "model"):  # that of a run has its settings
+        (tmp_path / folder / "config.json").write_text("{}")
+    start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    address = ["--host", "127.0.0.1"]
+    assert serve.model_command(["runs/a", "--port", "9"]) == [
+        *start, "runs/a/hf", "--served-model-name", "runs/a", *address, "--port", "9"
+    ]  # fmt: skip
+    on_cpu = serve.model_command(["model", f"--python={sys.executable}", "--served-model-name=x"])
+    assert (
+        on_cpu[:8] == [*start, "model", "--served-model-name", "model", "--host"]
+        and on_cpu[-1] == "--served-model-name=x"
+    )
+    assert "--no-enable-chunked-prefill" in on_cpu and "--kv-cache-memory-bytes" in on_cpu
+    said = one_line(capsys, serve.main, "runs/b")
+    assert "runs/b is a run without a final model; python -m jppo.export runs/b --out MODEL writes one" in said
+    assert "a model is served without a config" in one_line(capsys, serve.main, "model", "--config=x.py")
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
+def test_a_real_server_answers_seeded_requests(shared, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/hf").symlink_to((shared / "models/tinystories-656k-hd64").resolve())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jppo.serve", str(tmp_path / "run"), "--port", str(port)]
+    body = {"model": str(tmp_path / "run"), "prompt": "Once", "max_tokens": 4, "temperature": 1.0}
+
+    def ask(route, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{route}", data, {"Content-Type": "application/json"})
+        with contextlib.suppress(OSError), urllib.request.urlopen(request) as reply:
+            return reply.read()
+
+    process = subprocess.Popen(command)
+    try:
+        until(lambda: ask("/v1/models") is not None or process.poll() is not None, "the server", 600)
+        texts = [json.loads(ask("/v1/completions", body | {"seed": seed}))["choices"][0]["text"] for seed in (1, 2, 1)]
+        assert texts[0] == texts[2] and all(texts)
+    finally:
+        process.terminate()
+        process.wait(60)

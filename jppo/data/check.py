@@ -61,6 +61,7 @@ def read_set(
     setting: str,
     *,
     tokenizer: Any,
+    prompt_role: str,
     system_prompt: str,
     custom_cls: str,
     columns: Mapping[str, str] = types.MappingProxyType({}),
@@ -69,7 +70,7 @@ def read_set(
     """Reads and tokenises a training or test set, with the errors that training would raise."""
     sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer, columns=columns)
     rows = [row for source in sources for row in source.rows]
-    prompts = [with_system_prompt(prompt_of(row), system_prompt, row) for row in rows]
+    prompts = [with_system_prompt(prompt_of(row, prompt_role), system_prompt, row) for row in rows]
     for source in sources:
         check_one_schema(source.rows)
     ids = None if tokenizer is None else tokenise(prompts, rows, tokenizer, template_arguments=template_arguments)
@@ -199,12 +200,13 @@ def _graders(*sets: CheckedSet | None) -> dict[str, str]:
 def main(argv: list[str] | None = None) -> None:
     """Checks the training set and the test set, and prints the report."""
     parser = Parser("jppo.data.check", __doc__)
-    parser.add_argument("files", nargs="+", help="parquet, jsonl, json, hub:NAME/SPLIT or tfds:NAME/SPLIT@DIR")
+    parser.add_argument("files", nargs="+", help="parquet, jsonl, json, csv, hub:NAME/SPLIT or tfds:NAME/SPLIT@DIR")
     parser.add_argument("--val", default="", help="the test set, in the same forms, separated by commas")
     parser.add_argument(
         "--tokenizer", default="", help="the model's HF directory; without it lengths are in characters"
     )
     parser.add_argument("--max-prompt-length", type=int, help="tokens; counts the prompts that are longer")
+    parser.add_argument("--prompt-role", default="", help="as data.prompt_role")
     parser.add_argument("--system-prompt", default="", help="as data.system_prompt")
     parser.add_argument("--custom-cls", default="", help="as data.custom_cls")
     args = parser.parse_args(argv)
@@ -213,7 +215,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.max_prompt_length is not None and not args.tokenizer:
         raise UserError(f"--max-prompt-length={args.max_prompt_length} is in tokens; give --tokenizer to count them")
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    options = dict(tokenizer=tokenizer, system_prompt=args.system_prompt, custom_cls=args.custom_cls)
+    names = ("prompt_role", "system_prompt", "custom_cls")
+    options = dict[str, Any](tokenizer=tokenizer) | {name: getattr(args, name) for name in names}
     train = read_set(",".join(args.files), "FILES", **options)
     val = read_set(args.val, "--val", **options) if args.val else None
     checks = dict[str, Any](max_prompt_length=args.max_prompt_length, graders=_graders(train, val), refuse=refusal)

@@ -62,6 +62,7 @@ def read_prompts(
     max_prompt_length: int,
     filter_overlong: bool,
     truncation: str = "error",
+    prompt_role: str = "",
     system_prompt: str = "",
     custom_cls: str = "",
     max_samples: int = -1,
@@ -89,7 +90,7 @@ def read_prompts(
     source_rows = [(source, row) for source in sources for row in source.rows]
     source_rows = source_rows if max_samples == -1 else source_rows[:max_samples]
     rows = [row for _, row in source_rows]
-    messages = [with_system_prompt(prompt_of(row), system_prompt, row) for row in rows]
+    messages = [with_system_prompt(prompt_of(row, prompt_role), system_prompt, row) for row in rows]
     for source in sources:
         check_one_schema(source.rows)
     length_limit = max_prompt_length if truncation == "error" else None
@@ -122,11 +123,12 @@ def read_prompts(
     return PromptSet(prompts, overlong=overlong, truncated=truncated, refused=tuple(refused), parts=parts)
 
 
-def prompt_of(row: Row) -> Messages:
-    """Returns the row's checked `prompt`, text or chat messages."""
+def prompt_of(row: Row, role: str = "") -> Messages:
+    """Returns the row's checked `prompt`, text or chat messages; text is a message of `role`, if that is given."""
     value = row.columns.get("prompt")
     if value is None or isinstance(value, str):
-        return text_column(row, "prompt")
+        text = text_column(row, "prompt")
+        return [{"role": role, "content": text}] if role else text
     return checked_messages(row, "prompt", value)
 
 
@@ -157,8 +159,8 @@ def with_system_prompt(prompt: Messages, system_prompt: str, row: Row) -> Messag
         return prompt
     if isinstance(prompt, str):
         raise UserError(
-            f"{row.place}: the prompt is text, which has no place for data.system_prompt; make it chat messages, or"
-            " leave data.system_prompt empty"
+            f"{row.place}: the prompt is text, which has no place for data.system_prompt; make it chat messages, in"
+            " jppo.train by data.prompt_role=user, or leave data.system_prompt empty"
         )
     if any(message["role"] == "system" for message in prompt):
         return prompt
@@ -252,7 +254,8 @@ def ground_truth(row: Row, *, needed: bool = True) -> str:
             return ""
         raise UserError(
             f"{row.place} has no answer: neither 'ground_truth' nor 'reward_model.ground_truth' among its columns "
-            f"{', '.join(map(str, row.columns))}; add one, or score by reward.function=FILE.py, which needs none"
+            f"{', '.join(map(str, row.columns))}; name its column by data.ground_truth_key, or score by"
+            " reward.function=FILE.py, which needs none"
         )
     if outer is not None and nested_truth is not None and outer != nested_truth:
         raise UserError(f"{row.place}: ground_truth={outer!r} and reward_model.ground_truth={nested_truth!r}; keep one")

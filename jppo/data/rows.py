@@ -1,6 +1,6 @@
 """Rows of data: their sources, checks of their columns with their place for errors, JSON and parquet files of them.
 
-A setting such as data.train_files lists sources, separated by commas: PATH.parquet, PATH.jsonl, PATH.json,
+A setting such as data.train_files lists sources, separated by commas: PATH.parquet, PATH.jsonl, PATH.json, PATH.csv,
 hub:NAME[:CONFIG]/SPLIT, or tfds:NAME/SPLIT[@DIR]. With data.custom_cls=PATH.py:CLASS each entry is passed to the
 class: CLASS(entry, tokenizer=tokenizer) must be an iterable of rows, dicts with the columns of a file. Data is never
 run as code; the custom class is.
@@ -12,9 +12,11 @@ tensorflow-datasets' default folder.
 """
 
 import contextlib
+import csv
 import dataclasses
 import functools
 import gzip
+import io
 import json
 import pathlib
 import re
@@ -31,7 +33,7 @@ import pyarrow.parquet as pq
 from jppo.errors import UserError, escaped, expanded, first_line
 from jppo.registry import explain, resolve
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 TFDS = "tfds:"
 TFDS_MISSING = "tensorflow-datasets cannot be imported ({}); pip install 'jppo[tfds]'"
 HUB = "hub:"
@@ -115,15 +117,15 @@ def _check_characters(row: Row, column: str, value: str) -> None:
         ) from e
 
 
-def read_rows(path: pathlib.Path) -> list[Row]:
-    """Reads all rows of a JSON lines, JSON array or parquet file."""
+def read_rows(path: pathlib.Path, part: slice = slice(None)) -> list[Row]:
+    """Reads the rows of a JSON lines, JSON array, CSV or parquet file, or a `part` of them."""
     try:
-        rows = _read_parquet(path) if path.suffix == ".parquet" else _read_json(path)
+        rows = {".parquet": _read_parquet, ".csv": _read_csv}.get(path.suffix, _read_json)(path)
     except (EOFError, zlib.error) as e:
         raise UserError(f"{path} is not a whole gzip file ({e}); get the file again") from e
     except OSError as e:
         raise UserError(f"{path} cannot be read ({e.strerror or first_line(e)}); check the file") from e
-    return _require_rows(rows, path)
+    return _require_rows(rows[part], path if part == slice(None) else f"{path}[{part.start}:{part.stop}]")
 
 
 def _require_rows(rows: list[Row], place: object) -> list[Row]:
@@ -183,6 +185,23 @@ def _parse_json(data: bytes, place: str) -> Any:
         raise UserError(f"{place} is not UTF-8 ({e.reason} at byte {e.start}); convert the file to UTF-8") from e
     except (ValueError, RecursionError) as e:
         raise UserError(f"{place} is not JSON: {first_line(e)}") from e
+
+
+def _read_csv(path: pathlib.Path) -> list[Row]:
+    """Reads comma-separated values below a line of column names; all values are text."""
+    rows: list[Row] = []
+    try:
+        lines = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline=""), strict=True)
+        for columns in lines:
+            rows.append(Row(str(path), lines.line_num, columns, "line"))
+            if None in columns or None in columns.values():
+                names = ", ".join(lines.fieldnames or ())
+                raise UserError(f"{rows[-1].place} has not the columns {names}; quote values that have commas")
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not UTF-8 ({e.reason} at byte {e.start}); convert the file to UTF-8") from e
+    except csv.Error as e:
+        raise UserError(f"{path} is not CSV after row {len(rows)}: {e}; close the quotes") from e
+    return rows
 
 
 def _read_parquet(path: pathlib.Path) -> list[Row]:
@@ -288,13 +307,15 @@ def _make_reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]]
         if not (name.partition(":")[0] and split):
             raise UserError(f"{setting}: {entry!r} must be {HUB}NAME/SPLIT or {HUB}NAME:CONFIG/SPLIT")
         return functools.partial(_hub_rows, entry, name, split), f"{name}/{split}"
-    path = expanded(entry)
+    sliced = re.fullmatch(r"(.*)\[(-?\d*):(-?\d*)\]", entry)
+    path = expanded(sliced[1] if sliced else entry)
+    part = slice(*(int(edge) if edge else None for edge in sliced.groups()[1:])) if sliced else slice(None)
     if path.suffix not in SUFFIXES:
         hub = f"; of the hub: {HUB}{entry}/train" if entry.count("/") == 1 and not path.exists() else ""
         raise UserError(f"{setting}: {path} ends in {path.suffix!r}; data sources are {_FORMS}{hub}")
     if not path.is_file():
         raise UserError(f"{setting}: no file {path}; use the path of a {', '.join(SUFFIXES)} file")
-    return functools.partial(read_rows, path), path.stem
+    return functools.partial(read_rows, path, part), path.stem
 
 
 def _custom_rows(cls: Callable[..., Iterable[Any]], spec: str, tokenizer: Any, entry: str) -> list[Row]:

@@ -90,9 +90,7 @@ def _pair(
 ) -> tuple[Messages, Segments]:
     """Returns a row's prompt, and its response as segments that are trained on or not."""
     if "messages" not in row.columns:
-        prompt = prompt_of(row)
-        prompt = [{"role": role, "content": prompt}] if role and isinstance(prompt, str) else prompt
-        return with_system_prompt(prompt, system_prompt, row), _response_segments(row)
+        return with_system_prompt(prompt_of(row, role), system_prompt, row), _response_segments(row)
     if "prompt" in row.columns or "response" in row.columns:
         raise UserError(f"{row.place} has 'messages' and 'prompt' or 'response'; keep one of the two forms")
     messages = checked_messages(row, "messages", row.columns["messages"])

@@ -63,6 +63,16 @@ def resolve_directory(path: str | os.PathLike[str], *, weights: bool, further: S
         ) from e
 
 
+def final_model(path: str) -> str:
+    """Returns a model's `path`; of the folder of a run, that of its final model."""
+    run = expanded(path)
+    if (run / "hf/config.json").is_file():
+        return f"{path}/hf"
+    if (run / "checkpoints").is_dir():
+        raise UserError(f"{path} is a run without a final model; python -m jppo.export {path} --out MODEL writes one")
+    return path
+
+
 def read_config(path: str | os.PathLike[str], *, longest: int | None = None) -> tuple[dict[str, Any], ModelConfig]:
     """Reads a model's config.json, parsed, and as ModelConfig for rows of up to `longest` tokens."""
     file = resolve_directory(path, weights=False) / "config.json"

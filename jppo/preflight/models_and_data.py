@@ -87,6 +87,7 @@ def check_data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
     """Checks training and test set like `jppo.data.check`, and counts the rows that training uses."""
     options_of_set = dict(
         tokenizer=inputs.tokenizer,
+        prompt_role=c.data.prompt_role,
         system_prompt=c.data.system_prompt,
         custom_cls=c.data.custom_cls,
         columns=columns_of(c),

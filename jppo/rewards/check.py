@@ -12,6 +12,7 @@ errors, and suspicious scores are a warning. Exit code 1 if one fails. Settings 
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from jppo import process, settings
@@ -30,6 +31,9 @@ from jppo.types import Prompt, Reward
 
 _ROWS = 8  # per source
 NO_TRUTH = "no row has a ground truth, so a function that reads it gets ''; data.ground_truth_key names its column"
+SLOW_S = 1.0  # a report names the time of rewards that took longer
+# Characters of most kinds, for functions that count some of them or search for a format.
+_PROBE = 'No! Is 3 + 4 = "7"? (Yes.)\n<answer>\\boxed{7}</answer>\n```python\nprint([7])\n```\n{"A": 7}\n#### 7'
 # Forms of a ground truth for sources without solutions, as the rules read them; tried in turn.
 _FORMS = ("#### {}", "\\boxed{{{}}}", "The answer is {}.", "{}")
 
@@ -40,12 +44,15 @@ class SourceCheck:
 
     source: str
     rows: int
+    graded: int  # responses
     truth: float  # mean score of right answers
     wrong: float  # mean score of other rows' answers
     errors: list[str]
     example: str  # a right answer that was graded
     answers: bool = True  # False: `truth` is of the prompt as the response, `wrong` of an empty response
-    blank: bool = False  # no row has a ground truth
+    no_truth: str = ""  # the warning that no row has a ground truth
+    constant: bool = False  # all responses had one score
+    cost: str = ""  # the time of a slow reward
 
     @property
     def good(self) -> bool:
@@ -57,25 +64,30 @@ class SourceCheck:
         """Returns a possible mistake in a reward that passes, with its remedy; '' if there is none."""
         if not self.good:
             return ""
-        if self.answers:
-            return NO_TRUTH if self.blank else ""
-        if self.wrong > self.truth:
-            return "an empty response earns more: the policy may learn to say nothing"
-        if self.wrong == self.truth != 0:
-            return "both earn the same: check that the function reads the response"
-        return ""
+        reason = ""
+        if not self.answers and self.wrong > self.truth:
+            reason = "an empty response earns more: the policy may learn to say nothing"
+        elif self.constant:
+            reason = f"every response that was tried earns {self.truth:.3g}: check that the function reads the response"
+        return "; ".join(filter(None, (reason, self.no_truth if reason or self.answers else "")))
 
     def __str__(self) -> str:
         template = "right answers earn {:.3g}, others' {:.3g}"
         if not self.answers:
             template = "no answers in the data; the prompt as the response earns {:.3g}, an empty response {:.3g}"
-        return f"{self.source}: {template.format(self.truth, self.wrong)} ({self.rows} rows)"
+        return f"{self.source}: {template.format(self.truth, self.wrong)} ({self.rows} rows{self.cost})"
 
 
 def check_sources(reward_sum: RewardSum, prompts: Sequence[Prompt]) -> list[SourceCheck]:
     """Returns a finding for each data source, from its first rows."""
-    sources = sorted({prompt.data_source for prompt in prompts})
-    return [_check(reward_sum, [p for p in prompts if p.data_source == source][:_ROWS]) for source in sources]
+    checks = []
+    for source in sorted({prompt.data_source for prompt in prompts}):
+        start = time.monotonic()
+        check = _check(reward_sum, [p for p in prompts if p.data_source == source][:_ROWS])
+        seconds = time.monotonic() - start
+        cost = f", {seconds:.1f} s for {check.graded} responses" if seconds >= SLOW_S else ""
+        checks.append(dataclasses.replace(check, cost=cost))
+    return checks
 
 
 def solutions(prompt: Prompt) -> list[str]:
@@ -106,22 +118,33 @@ def _check(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
     return SourceCheck(
         source=prompts[0].data_source,
         rows=len(prompts),
+        graded=len(prompts) * len(answers),
         truth=means[best_form],
         wrong=_mean_score(wrong_rewards),
         errors=errors,
         example=best_answers[0],
-        blank=not any(prompt.ground_truth for prompt in prompts),
+        no_truth=_no_truth(prompts),
     )
 
 
 def _check_without_answers(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
-    """Scores each prompt as its own response, and an empty response, for a source whose rows have no answers."""
+    """Scores a source whose rows have no answers: each prompt as its own response, an empty response, and a probe."""
     texts = [p.messages if isinstance(p.messages, str) else p.messages[-1]["content"] for p in prompts]
-    rewards = _grade_texts(reward_sum, prompts * 2, [*texts, *[None] * len(texts)])
-    echo_score, empty_score = _mean_score(rewards[: len(texts)]), _mean_score(rewards[len(texts) :])
+    rewards = _grade_texts(reward_sum, [*prompts * 2, prompts[0]], [*texts, *[None] * len(texts), _PROBE])
+    echo_score, empty_score = _mean_score(rewards[: len(texts)]), _mean_score(rewards[len(texts) : -1])
     errors = [r.error for r in rewards if r.error is not None]
-    source, rows, blank = prompts[0].data_source, len(prompts), not any(p.ground_truth for p in prompts)
-    return SourceCheck(source, rows, echo_score, empty_score, errors, texts[0], answers=False, blank=blank)
+    return SourceCheck(
+        prompts[0].data_source, len(prompts), len(rewards), echo_score, empty_score, errors, texts[0], answers=False,
+        no_truth=_no_truth(prompts), constant=len({reward.score for reward in rewards}) == 1,
+    )  # fmt: skip
+
+
+def _no_truth(prompts: Sequence[Prompt]) -> str:
+    """Returns the warning that no row has a ground truth, with columns that could be it; '' without such a column."""
+    columns = sorted({name for prompt in prompts for name in prompt.extra})
+    if not columns or any(prompt.ground_truth for prompt in prompts):
+        return ""
+    return f"{NO_TRUTH}, perhaps {' or '.join(map(repr, columns))}"
 
 
 def _grade_texts(reward_sum: RewardSum, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
@@ -151,8 +174,8 @@ def _report(findings: Sequence[SourceCheck]) -> str:
                 f"     the reward does not separate right from wrong answers; it graded {finding.example[-80:]!r};"
                 " check data_source, ground_truth and reward.*, unless your function does not use right answers"
             )
-            if finding.blank:
-                lines.append(f"     {NO_TRUTH}")
+            if finding.no_truth:
+                lines.append(f"     {finding.no_truth}")
     return "\n".join(lines)
 
 
@@ -197,7 +220,11 @@ def main(argv: list[str] | None = None) -> None:
         c.data.train_files, "data.train_files", custom_cls=c.data.custom_cls, tokenizer=tokenizer, columns=columns_of(c)
     )
     needed = needed_columns(c, tools)
-    all_prompts = [make_prompt(row, prompt_of(row), [], file.name, needed) for file in files for row in file.rows]
+    all_prompts = [
+        make_prompt(row, prompt_of(row, c.data.prompt_role), [], file.name, needed)
+        for file in files
+        for row in file.rows
+    ]
     prompts = _keep_gradable(all_prompts, make_refusal(c))
     mesh = make_mesh(c)
     process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)

@@ -175,6 +175,7 @@ def _prompt_arguments(c: Settings, tokenizer: Any, agent: Agent | None) -> dict[
         max_prompt_length=c.data.max_prompt_length,
         filter_overlong=c.data.filter_overlong_prompts,
         truncation=c.data.truncation,
+        prompt_role=c.data.prompt_role,
         system_prompt=c.data.system_prompt,
         custom_cls=c.data.custom_cls,
         columns=columns_of(c),

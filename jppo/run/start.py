@@ -331,6 +331,7 @@ def _introduce_run(run: Run, begun: Begun, choices: Sequence[str | None], laps: 
         logger.note(line)
     for finding in sampling_warnings(c, step):
         logger.warn(finding)
+    run.timer.part("comparing log-probs")
     logger.note(agree(c, inputs, run.learner, begun.now.state, run.sampler, step, run.hosts))
 
 

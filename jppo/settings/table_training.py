@@ -65,7 +65,7 @@ class Model(Trunk):
 class Files(Section):
     """The training set, and the prompts of a step."""
 
-    train_files: str = setting("", "Training sets: parquet, jsonl, json, hub:NAME/SPLIT or tfds:NAME/SPLIT@DIR,"
+    train_files: str = setting("", "Training sets: parquet, jsonl, json, csv, hub:NAME/SPLIT or tfds:NAME/SPLIT@DIR,"
         " separated by commas")
     custom_cls: str = setting("", "User-defined reader of train_files and val_files, PATH.py:CLASS or MODULE:CLASS,"
         " called as Class(entry, tokenizer=)")
@@ -101,6 +101,8 @@ class Sequences(Section):
 class Prompts(Sequences):
     """What is sampled from prompts, which a chat template may render."""
 
+    prompt_role: str = setting("", "Role of a text prompt, as in user, by which the chat template renders it. '': its"
+        " tokens alone")
     apply_chat_template_kwargs: str = setting("", "Arguments of the chat template, as in 'enable_thinking=False'",
         form=texts.template_arguments)
 

@@ -108,7 +108,10 @@ def test_answer_and_source_may_be_left_out_where_the_reward_reads_neither(tmp_pa
     assert (one.data_source, one.ground_truth, one.extra) == ("unknown", "", {"level": 2})
     assert (other.data_source, other.ground_truth) == ("unknown", "")
     for needed, said in (
-        (("ground_truth",), "line 1 has no answer.*; add one, or score by reward.function=FILE.py"),
+        (
+            ("ground_truth",),
+            "line 1 has no answer.*; name its column by data.ground_truth_key, or score by reward.function=FILE.py",
+        ),
         (("data_source",), "line 1 has no 'data_source', which names its rule.*reward.grader"),
     ):
         with pytest.raises(UserError, match=said):
@@ -167,11 +170,11 @@ def test_a_refusal_of_the_chat_template_is_named(tmp_path, characters):
 def test_bad_files_are_named(tmp_path, characters):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
-    (tmp_path / "data.csv").write_text("a")
+    (tmp_path / "data.txt").write_text("a")
     for files, said in {
         "": "names no file",
         f"{tmp_path}/none.jsonl": "no file",
-        f"{tmp_path}/data.csv": "'.csv'",
+        f"{tmp_path}/data.txt": "'.txt'",
         f"{tmp_path}/empty.jsonl": "has no rows",
         f"{tmp_path}/bad.parquet": "not a readable parquet file",
     }.items():
@@ -208,6 +211,8 @@ def test_the_system_prompt_is_put_before_messages_that_have_none(tmp_path, chara
     assert characters.decode(with_one.ids) == "+42=1" and characters.decode(with_own.ids) == "+9=1"
     assert with_one.messages == [{"role": "system", "content": "42"}, own[1]] and with_own.messages == own
     assert [characters.decode(p.ids) for p in read(files, characters).prompts] == ["=1", "+9=1"]
+    [made] = read(write(tmp_path, GOOD), characters, system_prompt="42", prompt_role="user").prompts
+    assert made.messages == [{"role": "system", "content": "42"}, {"role": "user", "content": GOOD["prompt"]}]
     with pytest.raises(UserError, match=r"line 1: the prompt is text.* data.system_prompt; make it chat messages"):
         read(write(tmp_path, GOOD), characters, system_prompt="42")
 

@@ -250,3 +250,46 @@ def test_one_object_over_several_lines_is_a_row_and_two_are_an_error(tmp_path):
     (tmp_path / "a.json").write_text('[{"a": 1}, {"a": ]')
     with pytest.raises(UserError, match=r"a\.json is not JSON: .*line 1 column 18"):
         read_rows(tmp_path / "a.json")
+
+
+def test_csv_has_quoted_values_and_all_are_text(tmp_path):
+    path = tmp_path / "d.csv"
+    path.write_bytes('\ufeffquestion,answer\r\n"1, or\n""2""?",007\r\n\r\n3?,\r\n'.encode())
+    rows = read_rows(path)
+    assert [row.columns for row in rows] == [
+        {"question": '1, or\n"2"?', "answer": "007"},
+        {"question": "3?", "answer": ""},
+    ]
+    assert [row.place for row in rows] == [f"{path}, line 3", f"{path}, line 5"]  # where they end
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"a,b\n1,2\n1,2,3\n", "line 3 has not the columns a, b; quote values that have commas"),
+        (b"a,b\n1\n", "line 2 has not the columns a, b"),
+        (b'a,b\n1,"2\n', "is not CSV after row 0: unexpected end of data"),
+        (b"a\n\xff\n", "is not UTF-8"),
+        (b"a,b\n", "has no rows"),
+    ],
+)
+def test_csv_that_is_none_names_its_line(tmp_path, text, said):
+    (tmp_path / "d.csv").write_bytes(text)
+    with pytest.raises(UserError, match=said):
+        read_rows(tmp_path / "d.csv")
+
+
+def test_a_slice_of_a_file_has_the_rows_of_pythons_slice(tmp_path):
+    path = tmp_path / "d.csv"
+    path.write_text("a\n" + "".join(f"{i}\n" for i in range(7)))
+
+    def values(part):
+        [source] = read_sources(f"{path}{part}", "data.train_files")
+        assert source.name == "d"
+        return [int(row.columns["a"]) for row in source.rows]
+
+    numbers = list(range(7))
+    found = [values(part) for part in ("[:-2]", "[-2:]", "[2:4]", "[:]", "")]
+    assert found == [numbers[:-2], numbers[-2:], numbers[2:4], numbers, numbers]
+    with pytest.raises(UserError, match=r"d\.csv\[7:None\] has no rows"):
+        values("[7:]")

@@ -1,5 +1,7 @@
 """The check of a reward reads data and reward, and nothing else of a run."""
 
+import re
+
 import pytest
 
 from jppo.rewards import check
@@ -50,7 +52,15 @@ def test_rows_without_an_answer_are_scored(words, capsys):
             "float(solution_str == extra_info['answer'])",
             "no row has a ground truth",
         ),
-        ([{}, {}], "1.0", "both earn the same"),
+        ([{}, {}], "1.0", "every response that was tried earns 1: check that the function reads the response\n"),
+        ([{}, {}], "0.0", "every response that was tried earns 0: check that the function reads the response"),
+        ([{}, {}], "float('</answer>' in solution_str)", ""),
+        (
+            [{"correct": "b", "id": 1}, {"correct": "c", "id": 2}],
+            "float(solution_str.endswith(ground_truth or 'the answer'))",
+            "data.ground_truth_key names its column, perhaps 'correct' or 'id'\n",
+        ),
+        ([{"correct": "b"}, {"correct": "c"}], "float(solution_str.count('!'))", ""),
         ([{}, {}], "-float(len(solution_str))", "an empty response earns more"),
         ([{}, {}], "float(solution_str.count('!'))", ""),
         ([{"ground_truth": "b"}, {"ground_truth": "c"}], "float(solution_str.endswith(ground_truth))", ""),
@@ -73,10 +83,21 @@ def test_a_function_that_does_not_separate_answers_fails_with_and_without_a_grou
     assert e.value.code == 1 and said.startswith("FAIL") and check.NO_TRUTH in said
 
 
+def test_the_time_of_a_slow_reward_is_named(words, capsys, tmp_path):
+    argv = words(*({"prompt": "1", "ground_truth": truth} for truth in ("one", "two")))
+    head = "import time\ndef compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+    body = head + "    time.sleep(1.2)\n"
+    (tmp_path / "mine.py").write_text(body + "    return [float(a == b) for a, b in zip(solution_strs, ground_truths)]")
+    check.main(argv)
+    found = re.fullmatch(r"OK   unknown: .* \(2 rows, (\d+\.\d) s for 16 responses\)\n", capsys.readouterr().out)
+    assert found and float(found[1]) >= 1.2
+
+
 def test_data_must_be_named(capsys):
     assert "data.train_files='' names no file" in one_line(capsys, check.main)
 
 
+SECONDS = r", \d+\.\d s for \d+ responses"  # of programs on a busy machine
 CODE = [
     {"prompt": "q", "data_source": "code", "ground_truth": tests, "answer": f"```python\ndef f(x): return {value}\n```"}
     for tests, value in (("assert f(1) == 2", 2), ("assert f(1) == 3", 3), ("assert eval(f(1)) == 3", 3))
@@ -86,9 +107,9 @@ ALLOWED = {"reward.function": "", "reward.allow_code": True}
 
 def test_rows_whose_asserts_are_not_graded_are_left_out_and_counted(words, capsys):
     check.main(words(*CODE, **ALLOWED))
-    left_out, found = capsys.readouterr().out.splitlines()
+    left_out, found = re.sub(SECONDS, "", capsys.readouterr().out).splitlines()
     assert left_out.startswith("1 rows left out, whose asserts reward.code.tests=strict cannot grade; the first, rows")
     assert "line 1 uses eval" in left_out and found == "OK   code: right answers earn 1, others' 0 (2 rows)"
     assert "no row is left" in one_line(capsys, check.main, *words(CODE[2], **ALLOWED))
     check.main(words(*CODE, **ALLOWED, **{"reward.code.tests": "native"}))
-    assert capsys.readouterr().out == "OK   code: right answers earn 0.667, others' 0 (3 rows)\n"
+    assert re.sub(SECONDS, "", capsys.readouterr().out) == "OK   code: right answers earn 0.667, others' 0 (3 rows)\n"

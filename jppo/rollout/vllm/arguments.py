@@ -18,6 +18,8 @@ from jppo.rollout.servers.member import HOST, ServerProgram, ServerSettings
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "jppo.rollout.vllm.worker.WeightLoader"
 RECEIVER = "jppo.plugins.carriers.weight_engine.Receiver"  # an extension with an engine for vLLM's weight transfer
+# On a CPU: of seeded requests, chunks of a prompt end the server; without a size, the cache takes 92% of all memory.
+CPU_OPTIONS = ("--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(1 << 30))
 REPLAY = "jppo.rollout.vllm.kept"  # module of workers and schedulers for replay
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 

@@ -6,7 +6,7 @@
 Token ids go in and token ids come out. Every sample is a request with its own seed, so samples depend neither on how a
 batch is split nor on repeated requests. `servers/member.py` chooses a server for each.
 
-A reference is any running `vllm serve MODEL`, with nothing of jppo: a prompt and its response are sent as the token ids
+A reference is any running `jppo serve MODEL`, a plain vLLM: a prompt and its response are sent as the token ids
 of one prompt, which vLLM answers with a log-prob per token, always at temperature 1.
 """
 

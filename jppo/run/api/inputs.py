@@ -182,5 +182,7 @@ def _prompt_of_ids(prompt: Any, number: int) -> Prompt | None:
 
 def _check_messages(c: Loop, row: Row, prompt: Any) -> str | list[dict[str, str]]:
     """Returns a text or chat messages with the system prompt of the settings; raises UserError for other values."""
+    if isinstance(prompt, str) and c.data.prompt_role:
+        prompt = [{"role": c.data.prompt_role, "content": checked_text(row, "it", prompt)}]
     messages = checked_text(row, "it", prompt) if isinstance(prompt, str) else checked_messages(row, "it", list(prompt))
     return with_system_prompt(messages, c.data.system_prompt, row)
