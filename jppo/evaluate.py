@@ -215,8 +215,6 @@ def main(argv: list[str] | None = None) -> None:
     except RolloutError as e:
         print(one_line(e), file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
     if not graded:
         print("error: no response could be graded; see the reason above", file=sys.stderr)
         sys.exit(1)

@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> Any:
     if any(word.startswith(OWN) for word in argv):
         own, translation = on_top(argv)
         output, missing = "\n".join([*own, account_of(translation)]), left_out(translation, ())
-        changes = []
+        changes = list[str]()
     else:
         given = [word.removeprefix("--verl=") for word in argv if word.startswith("--verl=")]
         argv = [word for word in argv if not word.startswith("--verl=")]

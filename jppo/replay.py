@@ -92,6 +92,8 @@ def replay_step(argv: list[str], console: rich.console.Console) -> bool:
         other_step = recompute.run_step(other, recompute.read_state(other), rewards)
         for table in tables.algorithm_tables(step, other_step, args.other):
             console.print(table)
+        if line := tables.describe_nonfinite(other_step, args.other):
+            say(line)
     say(describe(differences[0]) if differences else "nothing differs")
     return bool(differences)
 

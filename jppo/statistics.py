@@ -125,13 +125,18 @@ def ladder(n: int) -> list[int]:
 def summarise(prompts: Sequence[Samples], n: int) -> dict[str, MeanSe]:
     """Returns means over prompts: `score`, and with n > 1 `pass@k`, `best@k`, `worst@k` and `maj@k`, k up to n.
 
-    Prompts without a sample are left out; so is maj@k if the grader looks for no answers.
+    Prompts without a sample are left out; so is maj@k if the grader looks for no answers, and pass@k if a score is
+    above 1, or none is 1 and some are fractions.
     """
     summary = {"score": mean_se([math.fsum(s.scores) / len(s.scores) for s in prompts if s.scores])}
     if n == 1:
         return summary
     estimates: dict[str, Callable[[Sequence[float], int], float]]
-    estimates = {"pass": pass_at, "best": best_at, "worst": worst_at}
+    estimates = {"best": best_at, "worst": worst_at}
+    scores = [score for s in prompts for score in s.scores]
+    top = max(scores, default=0.0)
+    if top <= 2 - PASS and (top >= PASS or all(score % 1 == 0 for score in scores)):
+        estimates = {"pass": pass_at} | estimates
     with_answers = [s for s in prompts if None not in s.answers]
     for k in [1, *ladder(n)]:
         scores_of = [s.scores for s in prompts if len(s.scores) >= k]

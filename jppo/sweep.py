@@ -1,6 +1,7 @@
 """Trains several times with different settings: python -m jppo.sweep --config=configs/quickstart.py --jobs=2
 
-A config file may define `sweep(add)` next to get_config. It calls add once per run with the settings that differ:
+--config.actor.lr=1e-4,2e-4 trains with each value, several lists with each combination. Without a list the config file
+defines `sweep(add)` next to get_config. It calls add once per run with the settings that differ:
 add(**{'actor.lr': 1e-5, 'trainer.seed': 2}). Each run is a `python -m jppo.train` with its own folder under --out,
 named after these settings. A failed run does not affect the others; --resume skips finished runs and resumes the rest.
 sweep.md and sweep.csv are updated after each run, the best first; report.html at the end covers all runs.
@@ -148,6 +149,7 @@ def _rounded(value: float | None) -> float | None:
 
 GRACE_S = 30.0  # for a run to end its servers and close its files
 POLL_S = 0.2
+PROGRESS_S = 30.0  # between two lines on the steps of a run
 LOG, PROMPT = "train.log", "$ "
 
 Command = Callable[[PlannedRun], list[str]]
@@ -190,7 +192,12 @@ def sweep(
             print_line(f"{label_of[run.name]}: {status} after {seconds:.0f} s{reason}")
             save_state(run, State(status, states[run.name].seconds + seconds, code, run.arguments))
 
-        run_all(unfinished, command, jobs=jobs, on_start=on_start, on_end=on_end)
+        def on_progress(run: PlannedRun) -> None:
+            row, steps = row_of(run), run.values["trainer.total_training_steps"]
+            score = "" if row.last is None else f", {metric} {row.last:.4g}"
+            print_line(f"{label_of[run.name]}: step {row.step or 0}{f'/{steps}' * (steps > 0)}{score}")
+
+        run_all(unfinished, command, jobs=jobs, on_start=on_start, on_end=on_end, on_progress=on_progress)
         table_rows = ranked_rows()
         write_table(out, table_rows, metric)
     print_line(f"\n{markdown(table_rows, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
@@ -210,8 +217,10 @@ def run_all(
     jobs: int,
     on_start: Callable[[PlannedRun], None],
     on_end: Callable[[PlannedRun, int | None, float], None],
+    on_progress: Callable[[PlannedRun], None] = lambda _: None,
 ) -> None:
     """Runs every command in order, `jobs` at a time; an interruption ends the running ones first."""
+    next_report = time.monotonic() + PROGRESS_S
     waiting, active = list(runs), dict[subprocess.Popen[bytes], tuple[PlannedRun, float]]()
     try:
         while waiting or active:
@@ -222,6 +231,10 @@ def run_all(
             for process in [process for process in active if process.poll() is not None]:
                 run, start_time = active.pop(process)
                 on_end(run, process.returncode, time.monotonic() - start_time)
+            if time.monotonic() >= next_report:
+                next_report += PROGRESS_S
+                for run, _ in active.values():
+                    on_progress(run)
             time.sleep(POLL_S if active else 0)
     finally:
         if active:

@@ -187,7 +187,7 @@ def make_method(run: Run) -> loop.Method:
         test_freq=c.trainer.test_freq,
         require_progress=lambda now: require_progress(run, now.state),
         save=functools.partial(save_run, run),
-        remedy="lower actor.lr or critic.lr, and give the command again",
+        remedy="lower the learning rate, and give the command again",
     )
 
 
@@ -215,7 +215,7 @@ def require_progress(run: Run, now: TrainState) -> None:
         raise Diverged(
             f"step {int(now.step)}: {int(now.bad_steps)} steps in a row had a non-finite loss or gradient"
             f" (trainer.max_bad_steps={max_bad_steps}); their updates were skipped, and their batches are in"
-            f" {run.folder / 'bad_steps'}; lower actor.lr or critic.lr, or resume with the same command"
+            f" {run.folder / 'bad_steps'}; lower the learning rate, or resume with the same command"
         )
 
 

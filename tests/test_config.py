@@ -649,6 +649,12 @@ def test_overrides_reach_the_config_and_an_explicit_0_survives(parse):
     assert '"kl_coef": 0.0' in settings.dump(c)
 
 
+def test_a_config_that_is_not_named_is_suggested():
+    for word, said in (("configs/gsm8k.py", "--config=configs/gsm8k.py"), ("--dry_run", "--config=jppo://quickstart")):
+        with pytest.raises(UserError, match=f"--config is given 0 times; name one file, as in {said}$"):
+            settings.parse([word], "about", settings.default())
+
+
 @pytest.mark.parametrize(
     "argument,said",
     [
@@ -659,6 +665,7 @@ def test_overrides_reach_the_config_and_an_explicit_0_survives(parse):
         ("--speed=3", "speed"),
         ("extra", "'extra' is not understood"),
         ("--config=other.py", "--config is given 2 times"),
+        ("--config.actor.lr=1e-4,2e-4", "a run has one; python -m jppo.sweep trains with each of them"),
     ],
 )
 def test_a_bad_argument_is_one_line(parse, argument, said):
@@ -717,6 +724,9 @@ def test_an_error_reaches_the_terminal_as_one_line_without_controls(capsys):
     assert first == r"error: a\nb\x1b[2J" and second == "error: x: File name too long; name another path"
     with pytest.raises(OSError, match="No space"):  # nothing that a path is to blame for
         command(OSError(errno.ENOSPC, "No space", "x"))
+    with pytest.raises(SystemExit) as e:
+        command(KeyboardInterrupt())
+    assert (e.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
 @pytest.mark.parametrize(

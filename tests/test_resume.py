@@ -20,7 +20,7 @@ from jppo.learner import loss_scale, state
 from jppo.learner.make import make_mesh
 from jppo.learner.trainable import Trainable
 from jppo.rollout.protocol import RolloutError
-from jppo.run import resume
+from jppo.run import resume, start
 from jppo.run.inputs import read_inputs
 from jppo.run.make import make_learner
 from jppo.run.out_of_memory import OutOfMemory
@@ -172,7 +172,8 @@ def test_a_broken_update_says_that_nothing_is_saved(small_run, engine, monkeypat
     monkeypatch.setattr(Trainable, "learn", broken)
     with pytest.raises(MemoryError):
         train.train(small_run)
-    assert "step 1 broke off in its update, so that nothing is saved" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "step 1 broke off in its update: nothing is saved, there is no checkpoint yet" in said
 
 
 FAILS = """
@@ -238,7 +239,7 @@ def test_a_run_that_diverges_leaves_the_checkpoint_before(whole, section, rate):
     run = pathlib.Path(whole.trainer.run_dir)
     before = {path.name for path in (run / "checkpoints").glob("[0-9]*")}
     wild = again(whole, **{"trainer__total_training_steps": 4, f"{section}__lr": rate})
-    with pytest.raises(train.Diverged, match=r"step 3: .* not finite numbers.*lower actor\.lr or critic\.lr"):
+    with pytest.raises(train.Diverged, match=r"step 3: .* not finite numbers.*lower the learning rate"):
         train.train(wild)
     assert {path.name for path in (run / "checkpoints").glob("[0-9]*")} == before
     train.train(again(whole, trainer__total_training_steps=4))
@@ -248,6 +249,30 @@ def test_a_run_that_diverges_leaves_the_checkpoint_before(whole, section, rate):
 def test_the_start_of_a_new_value_head_may_not_change(whole):
     with pytest.raises(UserError, match=r"critic.value_head_std=0.5 was 0.2 when the checkpoint was written"):
         train.train(again(whole, trainer__total_training_steps=3, critic__value_head_std=0.5))
+
+
+@pytest.mark.parametrize(
+    "function, changes, error",
+    [
+        (
+            "make_learner",
+            {"algorithm__adv_estimator": "grpo", "rollout__n": 2, "critic__value_head_std": 0.0},
+            "run/checkpoints/2 is of a run by gae, which has a critic, and this is one by grpo; give it",
+        ),
+        ("make_learner", {"actor__freeze": "model.embed*"}, "actor.freeze=.* was '' when the checkpoint was"),
+        ("run_programs", {"model__lora_rank": 2, "trainer__total_training_steps": 3}, "model.path: the checksum of"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused_before_it_compiles(whole, monkeypatch, function, changes, error):
+    """Also where that run has finished, and this one would have as many steps."""
+    monkeypatch.setattr(start, function, lambda *_, **__: pytest.fail(f"{function} is called"))
+    with pytest.raises(UserError, match=error):
+        train.train(again(whole, **changes))
+
+
+def test_a_run_that_has_finished_says_so(whole, capsys):
+    train.train(whole)
+    assert capsys.readouterr().out.startswith("all 2 steps are done: nothing is left to train; trainer.resume_mode=dis")
 
 
 def test_what_the_place_in_the_data_hangs_on_may_not_change(whole, tmp_path):

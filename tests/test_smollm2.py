@@ -53,6 +53,13 @@ def test_sums_are_true_and_the_test_has_no_pair_of_the_training(made_sums):
     assert {row["data_source"] for row in made_sums["test"]} == {"sums_words", "sums_mixed", "sums_digits"}
 
 
+def test_without_torch_nothing_is_downloaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(smollm2, "download", lambda _: pytest.fail("it downloads"))
+    assert "torch is not installed" in one_line(capsys, smollm2.main, "--out", tmp_path / "made/model")
+    assert not (tmp_path / "made").exists()
+
+
 def test_data_follow_from_the_seed_alone(made_sums):
     assert sums.make(seed=1, test=400, copies=4) == made_sums != sums.make(seed=2, test=400, copies=4)
     made = instructions.make(seed=1, train=50, test=50)

@@ -3,12 +3,18 @@
 import dataclasses
 import types
 
+import pytest
+
+from jppo import train
 from jppo.data.prompts import PromptSet
+from jppo.errors import UserError
 from jppo.learner import packing
 from jppo.learner.make import make_mesh
+from jppo.run import start
 from jppo.run.inputs import engine_arguments, read_inputs
 from jppo.run.start import describe_sizes
-from tests.make import typed
+from tests.conftest import write_small_run
+from tests.make import changed, typed
 
 
 def test_the_sizes_of_a_run(small_run):
@@ -28,3 +34,18 @@ def test_an_engine_gets_the_turns_of_an_agent(small_run):
     talk = object()
     with_agent = engine_arguments(dataclasses.replace(inputs, agent=types.SimpleNamespace(talk=talk)))
     assert with_agent["talk"] is talk and set(with_agent) == {*alone, "talk"}
+
+
+@pytest.mark.parametrize("name", ["model.path", "critic.path", "ref.path"])
+def test_a_missing_model_names_its_setting(small_run, name):
+    c = changed(small_run, {"algorithm.use_kl_in_reward": True, name: "/no/where"})
+    with pytest.raises(UserError, match=f"^{name} '/no/where' is not a directory; give"):
+        read_inputs(typed(c))
+
+
+def test_servers_that_do_not_answer_are_found_before_a_model_is_loaded(config, tmp_path, monkeypatch):
+    c = changed(write_small_run(config, tmp_path), {"rollout.urls": "http://127.0.0.1:9"})
+    monkeypatch.setattr(start, "make_learner", lambda *_, **__: pytest.fail("it loads a model"))
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
+        train.train(c)
+    assert not (tmp_path / "run").exists(), "a refused run leaves no folder"

@@ -82,6 +82,22 @@ def test_a_summary_of_prompts_of_which_some_lack_samples():
     assert not [name for name in statistics.summarise([Samples([1, 0], [None, None])], 2) if "maj" in name]
 
 
+@pytest.mark.parametrize(
+    "scores, passes",
+    [
+        ([0.0, 0.0], True),
+        ([-1.0, 1.0], True),
+        ([0.3, 1.0], True),
+        ([0.3, 0.6], False),  # fractions, none of a right response
+        ([1.0, 1.5], False),  # a sum of parts
+        ([-2.3, 0.0], False),  # a reward model's
+    ],
+)
+def test_pass_at_k_is_of_scores_that_tell_right_from_wrong(scores, passes):
+    found = statistics.summarise([Samples(scores, [None, None])], 2)
+    assert ("pass@1" in found) == ("pass@2" in found) == passes and "best@2" in found
+
+
 def test_many_samples_overflow_nothing_and_end_soon():
     rng = np.random.default_rng(0)
     scores = list(rng.integers(0, 2, 2000))

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
@@ -60,6 +61,18 @@ def test_a_run_has_what_is_added_and_what_all_have(asked, tmp_path):
     assert plan.find_differing(runs[:2]) == ["actor.lr"]
 
 
+def test_lists_on_the_command_line_are_combined_in_place_of_the_files_sweep(asked):
+    words = ["--config.actor.lr=1e-5,2e-5", "--config.actor.shuffle=True,False", "--config.actor.betas=0.9,0.95"]
+    runs, _ = asked("add(**{'actor.lr': 0.5})", more=[*words, "--config.trainer.save_contents=model,extra"])
+    assert [(run.values["actor.lr"], run.values["actor.shuffle"]) for run in runs] == [
+        (1e-5, True), (1e-5, False), (2e-5, True), (2e-5, False),
+    ]  # fmt: skip
+    assert runs[0].name == "actor.lr=1e-05_actor.shuffle=True" and runs[0].values["actor.betas"] == (0.9, 0.95)
+    assert {run.values["trainer.save_contents"] for run in runs} == {"model,extra"}
+    runs, _ = asked(more=["--config.actor.loss_agg_mode=token-mean,seq-mean-token-sum"])
+    assert [run.values["actor.loss_agg_mode"] for run in runs] == ["token-mean", "seq-mean-token-sum"]
+
+
 def test_the_folder_is_named_after_the_file_and_the_argument_is_passed_on(asked, tmp_path):
     asked("add(**{'actor.lr': 0.0})")
     (run,), out = plan.plan([f"--config={tmp_path / 'mine.py'}:other/model"], None)
@@ -96,6 +109,8 @@ def test_names_are_stable_unique_and_can_be_folders():
     "lines,more,said",
     [
         ([], [], "has no sweep(add)"),
+        ([], ["--config.actor.lr=1e-5,fast"], "--config.actor.lr=fast must be of type float"),
+        ([], ["--config.actor.lr=1e-5,1e-5"], "have the same settings"),
         (["pass"], [], "adds no run"),
         (["add({'actor.lr': 1e-5})"], [], "gives no names"),
         (["add(lr=1e-5)"], [], "there is no setting 'lr'"),
@@ -248,6 +263,13 @@ def test_runs_go_one_after_the_other_or_side_by_side(go, tmp_path, capsys):
     assert log.startswith("$ ") and "\nhello\n" in log
     go.out.rename(tmp_path / "before")
     assert go("meet", "meet", "meet", jobs=3) is True, "each waits for the others to begin"
+
+
+def test_the_steps_of_a_run_are_told_while_it_runs(go, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(sweep, "POLL_S", 0.01)
+    go("meet", "meet", "meet", jobs=3, more=["--config.trainer.total_training_steps=7"])
+    assert re.search(r"\[2/3\] trainer.seed=1: step 1/7, val/score 0.25\n", capsys.readouterr().out)
 
 
 def test_a_run_that_fails_is_told_and_the_others_go_on(go, capsys):

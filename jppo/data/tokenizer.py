@@ -29,6 +29,7 @@ from jppo.child_process import python_path
 from jppo.data.rows import Row
 from jppo.errors import UserError, expanded, first_line
 
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch, once for each process
 LONG = 1_000_000  # characters of one text
 CUT_FROM = 100_000  # characters; shorter texts are always tokenised quickly
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character

@@ -239,9 +239,10 @@ def largest(x: Array, mask: Array) -> Array:  # []
 
 
 def value_metrics(value: Array, returns: Array, mask: Array) -> dict[str, Array]:
-    """Computes metrics of the critic's values against the returns."""
+    """Computes metrics of the critic's values against the returns; of equal returns nothing is explained: NaN."""
     error_variance, return_variance = (masked.variance(masked.moments(x, mask)) for x in (returns - value, returns))
-    explained = {"critic/vf_explained_var": 1.0 - error_variance / (return_variance + 1e-5)}
+    share = 1.0 - error_variance / (return_variance + 1e-5)
+    explained = {"critic/vf_explained_var": jnp.where(return_variance < 1e-5, jnp.nan, share)}
     return explained | distribution("critic/returns", returns, mask) | distribution("critic/values", value, mask)
 
 

@@ -7,6 +7,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -364,6 +365,8 @@ def with_advantages(
     rows = placing.put(data, sharding.whole_rows_sharding(mesh))
     added, metrics = jax.device_get(passes.advantages(rows, kl_coef, value_norm))
     data = dataclasses.replace(data, mask=added.pop("mask")).with_arrays(**added)
+    if math.isnan(metrics.get("critic/vf_explained_var", 0.0)):  # of equal returns
+        del metrics["critic/vf_explained_var"]
     return data, {name: float(x) for name, x in metrics.items()}
 
 

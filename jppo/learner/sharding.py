@@ -317,7 +317,7 @@ def find_peak(mesh: Mesh, dtype: str) -> Peak:
         multiply()
         best_rate = max(best_rate, flops / (time.perf_counter() - start))
     best_rate *= count / own_mesh.devices.size
-    return Peak(best_rate, f"of a large matrix product, measured, {dtype}")
+    return Peak(best_rate, f"measured by a large matrix product, {dtype}")
 
 
 def make_product(mesh: Mesh, dtype: str) -> tuple[Callable[[], Any], int]:

@@ -15,7 +15,7 @@ STAGES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic", 
 def introduce_peak(mesh: Mesh, dtype: str) -> str:
     """Describes the peak FLOP/s behind perf/mfu, for the console."""
     peak = sharding.find_peak(mesh, dtype)  # if measured, once per process
-    return f"FLOP utilisation is of {peak.flops_per_s / 1e12:,.3g} TFLOP/s, {peak.source}"
+    return f"perf/mfu is relative to {peak.flops_per_s / 1e12:,.3g} TFLOP/s, {peak.source}"
 
 
 def utilisation(

@@ -41,7 +41,9 @@ _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)$")  # stored by o
 _PREFIX = re.compile(r"^(model\.language_model|language_model\.model)\.")  # of a text model that is part of another
 
 
-def resolve_directory(path: str | os.PathLike[str], *, weights: bool, further: Sequence[str] = ()) -> pathlib.Path:
+def resolve_directory(
+    path: str | os.PathLike[str], *, weights: bool, further: Sequence[str] = (), setting: str = "model"
+) -> pathlib.Path:
     """Returns a model's local directory: `path` itself, or the hub's copy under that name, with `further` files."""
     directory = expanded(path)
     if directory.is_dir():
@@ -49,7 +51,7 @@ def resolve_directory(path: str | os.PathLike[str], *, weights: bool, further: S
     remedy = "give the path of a directory with config.json, the tokenizer and *.safetensors"
     name = os.fspath(path)
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise UserError(f"model path {name!r} is not a directory; {remedy}")
+        raise UserError(f"{setting} {name!r} is not a directory; {remedy}")
     import huggingface_hub  # only for a hub name
 
     patterns = ["config.json", *COMPANIONS, *(["*.safetensors", tensorfile.INDEX] if weights else []), *further]
@@ -58,7 +60,7 @@ def resolve_directory(path: str | os.PathLike[str], *, weights: bool, further: S
     except (OSError, ValueError) as e:  # no network, no such model, no access, no valid name
         reason = str(e).split("\n")[0]
         raise UserError(
-            f"model {name!r} is no directory here, and {patterns[0]} of a hub model of that name could not be "
+            f"{setting} {name!r} is no directory here, and {patterns[0]} of a hub model of that name could not be "
             f"fetched ({type(e).__name__}: {reason}); {remedy}"
         ) from e
 
@@ -73,11 +75,13 @@ def final_model(path: str) -> str:
     return path
 
 
-def read_config(path: str | os.PathLike[str], *, longest: int | None = None) -> tuple[dict[str, Any], ModelConfig]:
+def read_config(
+    path: str | os.PathLike[str], *, longest: int | None = None, setting: str = "model"
+) -> tuple[dict[str, Any], ModelConfig]:
     """Reads a model's config.json, parsed, and as ModelConfig for rows of up to `longest` tokens."""
-    file = resolve_directory(path, weights=False) / "config.json"
+    file = resolve_directory(path, weights=False, setting=setting) / "config.json"
     if not file.is_file():
-        raise UserError(f"{file} is missing; a model directory must hold it")
+        raise UserError(f"{setting}: {file} is missing; a model directory must hold it")
     try:
         config = json.loads(file.read_text())
     except (ValueError, RecursionError) as e:

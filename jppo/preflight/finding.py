@@ -121,9 +121,10 @@ def print_findings(findings: Iterable[Finding], console: rich.console.Console) -
             row.add_column(width=width)
         row.add_column()
         verdict = rich.text.Text(finding.verdict, STYLE[finding.verdict])
-        text = escaped(f"{finding.found}\n→ {finding.remedy}" if finding.remedy else finding.found)
-        row.add_row(verdict, rich.text.Text(finding.about), rich.text.Text(text, overflow="fold"))
+        row.add_row(verdict, rich.text.Text(finding.about), rich.text.Text(escaped(finding.found), overflow="fold"))
         console.print(row)
+        if finding.remedy:  # in one line, from which a command can be copied
+            console.print(rich.text.Text(escaped(f"{'':{NAME_WIDTH + 8}}→ {finding.remedy}")), soft_wrap=True)
         failures += finding.verdict == "FAIL"
     console.print(f"{failures} to fix before training" if failures else "ready to train")
     return 1 if failures else 0

@@ -19,13 +19,14 @@ from jppo import process, settings
 from jppo.data.prompts import SOLUTIONS, make_prompt, prompt_of
 from jppo.data.rows import read_sources
 from jppo.data.tokenizer import load_tokenizer
-from jppo.errors import UserError
+from jppo.errors import UserError, expanded
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.rewards.graders import describe_refused
 from jppo.rewards.make import make_refusal, make_reward_sum, needed_columns
 from jppo.rewards.parts import RewardSum, Sample
 from jppo.run.inputs import columns_of
+from jppo.runlog.durable_files import removed_if_unused
 from jppo.settings import Settings
 from jppo.types import Prompt, Reward
 
@@ -164,7 +165,8 @@ def _report(findings: Sequence[SourceCheck]) -> str:
     """Formats a line per source, and a remedy for failures."""
     lines = []
     for finding in findings:
-        lines.append(f"{'FAIL' if not finding.good else 'WARN' if finding.warning else 'OK  '} {finding}")
+        text = str(finding).replace(" -inf", " no score")  # of responses that could not be graded
+        lines.append(f"{'FAIL' if not finding.good else 'WARN' if finding.warning else 'OK  '} {text}")
         if finding.warning:
             lines.append(f"     {finding.warning}")
         if finding.errors:
@@ -229,8 +231,9 @@ def main(argv: list[str] | None = None) -> None:
     mesh = make_mesh(c)
     process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
     sources = sorted({prompt.data_source for prompt in prompts})
-    reward_sum = make_reward_sum(c, mesh, tokenizer=tokenizer, sources=sources, tool_rewards=tools)
-    with contextlib.closing(reward_sum):
+    with removed_if_unused(expanded(c.trainer.run_dir)), contextlib.ExitStack() as stack:  # the graders' log is empty
+        reward_sum = make_reward_sum(c, mesh, tokenizer=tokenizer, sources=sources, tool_rewards=tools)
+        stack.callback(reward_sum.close)
         reward_sum.ready()
         findings = check_sources(reward_sum, prompts)
     print(_report(findings))

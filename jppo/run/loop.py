@@ -99,7 +99,7 @@ def learn(run: Opened, method: Method, now: Progress) -> Progress:
                 try:
                     method.save(now, metrics, None)
                 except NonFinite as e:
-                    message = f"step {now.step}: {e}; nothing was saved, the last checkpoint remains"
+                    message = f"step {now.step}: {e}; nothing was saved"
                     raise Diverged(f"{message}: {method.remedy}") from e
             run.watch.check()
     except BaseException as e:  # `save_last` finds out whether `now` is complete

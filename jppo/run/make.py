@@ -42,8 +42,8 @@ def read_models(c: Loop, *, with_critic: bool, with_reference: bool, weights: bo
     Finds adapters and frozen parameters, too.
     """
 
-    def read_config(path: str, head: Head, init: str) -> ModelConfig:
-        config, cfg = hf.read_config(path, longest=c.data.longest_row)
+    def read_config(setting: str, path: str, head: Head, init: str) -> ModelConfig:
+        config, cfg = hf.read_config(path, longest=c.data.longest_row, setting=setting)
         if head == "value":
             if config.get(VALUE_NORM) is not None and c.critic.value_norm_decay is None:
                 raise UserError(
@@ -55,11 +55,12 @@ def read_models(c: Loop, *, with_critic: bool, with_reference: bool, weights: bo
             hf.check_weights(path, cfg, head=head)
         return cfg
 
-    policy = read_config(c.model.path, "lm", c.model.init)
-    critic = read_config(path_of_critic(c), "value", critic_init(c)) if with_critic else None
+    policy = read_config("model.path", c.model.path, "lm", c.model.init)
+    of_critic = "critic.path" if c.critic.path else "model.path"
+    critic = read_config(of_critic, path_of_critic(c), "value", critic_init(c)) if with_critic else None
     reference = None
     if with_reference:
-        reference = policy if c.ref.path == "policy" else read_config(c.ref.path, "lm", "pretrained")
+        reference = policy if c.ref.path == "policy" else read_config("ref.path", c.ref.path, "lm", "pretrained")
     if reference is not None and reference.vocab_size != policy.vocab_size:
         raise UserError(
             f"ref.path={c.ref.path}: a reference has the policy's vocabulary, {policy.vocab_size} tokens, and this one"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import json
 import math
 import pathlib
 import zlib
@@ -20,7 +21,7 @@ from jppo.run.loop import Progress
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import Restored, checksum_of_all, require_checkpoint, restore
-from jppo.settings import Common, Settings, Training, table
+from jppo.settings import Common, Settings, Training, parts, table
 from jppo.types import TrainState
 
 if TYPE_CHECKING:
@@ -209,8 +210,8 @@ def require_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
         if old != new and "float16" in (old, new):
             refuse(name, old, new, "and in float16 alone optimizers have a loss scale")
     for kind, files in (("data", "data.train_files"), ("frozen", "")):
-        old, new = saved.get(kind), current[kind]
-        if old is None or old == new:
+        old, new = saved.get(kind), current.get(kind)
+        if old is None or new is None or old == new:
             continue
         name = next(name for name in (*old, *new) if old.get(name) != new.get(name))
         change = "is gone" if name not in new else "is new" if name not in old else "has changed"
@@ -245,7 +246,10 @@ def finished(c: Training, checkpoints: Checkpoints, total_steps: int) -> bool:
     if (isinstance(c, Settings) and c.trainer.val_only) or last_step < total_steps or not model.is_dir():
         return False
     written = max(path.stat().st_mtime_ns for path in (model, *model.iterdir()))
-    return written >= (run / f"checkpoints/{last_step}").stat().st_mtime_ns
+    if written < (run / f"checkpoints/{last_step}").stat().st_mtime_ns:
+        return False
+    print(f"all {total_steps} steps are done: nothing is left to train; trainer.resume_mode=disable restarts")
+    return True
 
 
 def require_own(c: Training) -> None:
@@ -262,3 +266,24 @@ def require_resumable(c: Training) -> None:
     """Raises UserError where the checkpoint of trainer.resume_mode is missing."""
     if c.trainer.resume_mode not in ("auto", "disable"):
         require_checkpoint(pathlib.Path(c.trainer.resume_mode))
+
+
+def require_same_settings(c: Training, checkpoints: Checkpoints, data: dict[str, int]) -> None:
+    """Raises UserError, before a model is read, where a readable checkpoint is of other settings or `data`."""
+    mode, last_step = c.trainer.resume_mode, checkpoints.latest()
+    if mode == "disable" or (mode == "auto" and last_step is None):
+        return
+    path = expanded(c.trainer.run_dir) / f"checkpoints/{last_step}" if mode == "auto" else pathlib.Path(mode)
+    if mode == "auto":
+        require_own(c)
+    about, current = durable_files.read_json(path / "about/metadata"), json.loads(json.dumps(table.by_name(c)))
+    saved = about.get("meta", {})
+    if isinstance(c, Settings) and "algorithm.adv_estimator" in saved.get("config", ()):
+        had_critic = any(name.startswith(".value[") for name in about["arrays"])
+        if had_critic != bool(parts.estimator(c).critic):
+            old, new = (x["algorithm.extension"] or x["algorithm.adv_estimator"] for x in (saved["config"], current))
+            raise UserError(
+                f"{path} is of a run by {old}, which has {'a' if had_critic else 'no'} critic, and this is one by"
+                f" {new}; give it another trainer.run_dir, or remove the checkpoints by trainer.resume_mode=disable"
+            )
+    require_same_run(saved, {"config": current, "data": data})

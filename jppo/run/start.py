@@ -55,7 +55,7 @@ from jppo.runlog.timers import Laps, Profiler, Timers
 from jppo.runlog.watchdog import Watch
 from jppo.samples.make import make_given, make_supply
 from jppo.samples.queue import Supply
-from jppo.settings import Settings, table
+from jppo.settings import Settings, table, texts
 
 if TYPE_CHECKING:
     from jppo.rollout.vllm.client import ServedReferences
@@ -123,6 +123,8 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         folder_checkpoints = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=read_only)
         checkpoints = stack.enter_context(folder_checkpoints)
         hosts.together(lambda: None)  # the checkpoint folder exists, without partial writes
+        data = data_checksums(inputs.train)
+        resume.require_same_settings(c, checkpoints, data)
         if finished(c, checkpoints, inputs.total_steps):  # before a device is used
             return None
         if inputs.agent is not None:
@@ -142,22 +144,22 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         engine = hosts.together(lambda: open_engine(c, host.logs, hosts))  # it loads while JAX compiles
         stack.callback(engine.close)
         open_sampler = functools.cache(lambda: hosts.together(lambda: engine.ready(**engine_arguments(inputs))))
-        if c.rollout.sleep_level:  # the GPU has no room for starting servers beside the trainer's arrays
+        # Running servers answer at once; for others' start the GPU may have no room beside the trainer's arrays.
+        if c.rollout.sleep_level or (c.rollout.urls and texts.lookup_place(c.rollout.urls) is None):
             with laps("servers"):
                 open_sampler().sleep()
         reward_sum = open_rewards()
         with laps("models"):
             learner, begin = make_learner(c, inputs, mesh)
-        if not read_only:
-            with laps("compilation"):
-                run_programs(list_run_programs(c, learner, begin), host.timer.part)
-        with laps("checkpoint"):
-            frozen = resume.frozen_weights(learner)
-            origin = resume.run_identity(c, mesh, data=data_checksums(inputs.train), frozen=frozen)
+        with laps("checkpoint"):  # of another structure it is refused here, before programs compile
+            origin = resume.run_identity(c, mesh, data=data, frozen=resume.frozen_weights(learner))
             begun = resume.resume_or_begin(c, checkpoints, learner.spare(), begin, origin)
             if begun.step is not None:
                 reward_sum.load(begun.now.place.get("reward", {}))
             del begin  # a resumed run must not hold two states
+        if not read_only:
+            with laps("compilation"):
+                run_programs(list_run_programs(c, learner, begun.now.state), host.timer.part)
         with laps("waiting for the sampler"):
             sampler = open_sampler()
         with laps("publish"):  # of the base first, on which adapters are published
@@ -206,7 +208,7 @@ def _prepare_host(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> _Ho
     hosts.together(lambda: stack.enter_context(own(output_folder)) if hosts.first else None)
     watch = Watch(
         timer, stage_timeout_s=t.stage_timeout_s, stop_timeout_s=t.stop_timeout_s, stacks=logs / "stacks.txt",
-        hosts=hosts, stopped=t.stop_exit_code,
+        checkpoints=folder / "checkpoints", hosts=hosts, stopped=t.stop_exit_code,
     )  # fmt: skip
     stack.enter_context(watch)
     display = open_display(stack, c, timer, hosts)

@@ -29,7 +29,7 @@ from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.run import loop
 from jppo.run.loop import Diverged, Progress, total_steps
-from jppo.run.resume import finished, resume_or_begin, run_identity
+from jppo.run.resume import finished, require_same_settings, resume_or_begin, run_identity
 from jppo.run.tokenizer import read_tokenizer
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints, NonFinite
@@ -114,7 +114,7 @@ class SupervisedRun(loop.Opened):
 
 def read_model(c: Supervised, head: Head, *, weights: bool) -> tuple[dict[str, Any], ModelConfig, Any]:
     """Reads config.json, as it is and as a model's config, and the tokenizer; checks the headers of the `weights`."""
-    config, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
+    config, cfg = hf.read_config(c.model.path, longest=c.data.longest_row, setting="model.path")
     if weights and c.model.init == "pretrained":
         hf.check_weights(c.model.path, cfg, head=head)
     return config, cfg, read_tokenizer(c, cfg)
@@ -142,13 +142,15 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
     """Trains, or resumes, to the last step and writes the model to RUN_DIR/hf; returns the last step's metrics."""
     run, timer, t = folder(c), Timers(), c.trainer
     limits = dict[str, Any](stage_timeout_s=t.stage_timeout_s, stop_timeout_s=t.stop_timeout_s)
+    limits |= dict(stacks=run / "stacks.txt", checkpoints=run / "checkpoints")
     with contextlib.ExitStack() as stack:
         stack.enter_context(own(run))
-        watch = stack.enter_context(Watch(timer, stacks=run / "stacks.txt", stopped=t.stop_exit_code, **limits))
+        watch = stack.enter_context(Watch(timer, stopped=t.stop_exit_code, **limits))
         display = open_display(stack, c, timer)
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=t.max_ckpt_to_keep))
+        data = {"train": objective.checksum}
+        require_same_settings(c, checkpoints, data)
         if finished(c, checkpoints, task.steps):
-            print(f"all {task.steps} steps are done: nothing is left to train; trainer.resume_mode=disable restarts")
             return _last_metrics(run)
         with timer("start"):
             timer.part("the model")
@@ -157,7 +159,7 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
             scaled = c.model.scales_loss
             trainable, opt = make_trainable(c.optim, task.name, task.loss, trained, task.steps, scaled=scaled)
             frozen = {} if trained.base is None else {"model.path": trained.base.params}
-            origin = run_identity(c, task.mesh, data={"train": objective.checksum}, frozen=frozen)
+            origin = run_identity(c, task.mesh, data=data, frozen=frozen)
             timer.part("the first pass")
             if objective.begin is not None:
                 objective.begin(trainable, trained.learned)

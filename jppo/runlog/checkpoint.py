@@ -39,6 +39,12 @@ def steps_in(directory: pathlib.Path) -> list[int]:
     return sorted(int(path.name) for path in paths if path.name.isdecimal())
 
 
+def last_remains(directory: pathlib.Path) -> str:
+    """Returns a clause on the last complete checkpoint in a folder, for a run that ends."""
+    steps = steps_in(directory)
+    return f"the checkpoint of step {steps[-1]} remains" if steps else "there is no checkpoint yet"
+
+
 class Checkpoints:
     """The checkpoints of one run; a context manager."""
 
@@ -125,11 +131,11 @@ class Checkpoints:
             if hosts.gather(self.latest)[0] == step:
                 return
             if any(hosts.gather(lambda: any(leaf.is_deleted() for leaf in jax.tree.leaves(state)))):
-                note(f"step {step + 1} broke off in its update, so that nothing is saved; the last checkpoint remains")
+                note(f"step {step + 1} broke off in its update: nothing is saved, {last_remains(self._directory)}")
                 return
             save()
         except Exception as e:
-            note(f"step {step} is not saved: {escaped(str(e))}; the last checkpoint remains")
+            note(f"step {step} is not saved: {escaped(str(e))}; {last_remains(self._directory)}")
 
     def restore_latest(self, like: Any, **options: Any) -> Restored | None:
         """Reads the last undamaged checkpoint by `restore` with `options`; None without one.
@@ -210,11 +216,10 @@ class Checkpoints:
             _join_writers(save.threads_before)
         if jax.process_index() == 0:
             self._remove_remains()
-        number, reason, last = "?" if save is None else save.step, first_line(error)[:200], self.latest()
+        number, reason = "?" if save is None else save.step, first_line(error)[:200]
         print(
             f"checkpoint {number} could not be written to {self._directory} ({type(error).__name__}: {reason}); the run"
-            f" continues, and {'there is no checkpoint yet' if last is None else f'the last one is {last}'}; make"
-            " room there",
+            f" continues, and {last_remains(self._directory)}; make room there",
             flush=True,
         )
 

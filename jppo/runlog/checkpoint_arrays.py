@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from jppo.errors import UserError, first_line
+from jppo.errors import UserError
 
 LARGE = 2**26  # bytes of an array that all devices should help to copy
 
@@ -265,6 +265,5 @@ def _read_items(reader: ocp.AsyncCheckpointer, path: pathlib.Path, **items: ocp.
     try:
         return reader.restore(path, args=ocp.args.Composite(**items))
     except Exception as e:  # orbax and tensorstore raise anything, even a plain Exception
-        raise Damaged(
-            f"{path} is no readable checkpoint ({type(e).__name__}: {first_line(e)[:200]}); use another"
-        ) from e
+        problem = f"{path} is no readable checkpoint: {', '.join(items)}/ is missing or damaged"
+        raise Damaged(f"{problem} ({type(e).__name__}); use another") from e

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import pathlib
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -152,18 +153,33 @@ FILE = "run.lock"
 
 
 @contextlib.contextmanager
-def own(folder: pathlib.Path, setting: str = "trainer.run_dir") -> Iterator[None]:
-    """Creates and locks the folder during the block; UserError if that fails, naming the process that holds it."""
+def removed_if_unused(folder: pathlib.Path) -> Iterator[None]:
+    """Removes a folder that the block has created, and its parents, unless a file other than the lock has content."""
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as e:
-        raise UserError(f"{setting}={folder} cannot be written ({e.strerror}); choose another folder") from e
-    try:
-        _acquire_lock(lock, folder, setting)
         yield
     finally:
-        os.close(lock)
+        with contextlib.suppress(OSError):
+            if created and not any(p.is_file() and p.name != FILE and p.stat().st_size for p in folder.rglob("*")):
+                shutil.rmtree(folder)
+                for parent in created[1:]:
+                    parent.rmdir()
+
+
+@contextlib.contextmanager
+def own(folder: pathlib.Path, setting: str = "trainer.run_dir") -> Iterator[None]:
+    """Creates and locks the folder during the block; UserError if that fails, naming the process that holds it."""
+    with removed_if_unused(folder):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as e:
+            raise UserError(f"{setting}={folder} cannot be written ({e.strerror}); choose another folder") from e
+        try:
+            _acquire_lock(lock, folder, setting)
+            yield
+        finally:
+            os.close(lock)
 
 
 def _acquire_lock(lock: int, folder: pathlib.Path, setting: str) -> None:

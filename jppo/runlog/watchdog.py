@@ -2,7 +2,7 @@
 
 A signal raises `Stopped` at once in a stage that only waits, whose work the resumed run repeats; in any other stage the
 step is finished first. The handler of `Stopped` saves. A run that has not ended `stop_timeout_s` later is ended by
-force; the last checkpoint remains.
+force, without a new checkpoint.
 
 Python drops an exception that is raised in `__del__`, a callback of the garbage collector or a callback from C, and
 code may catch every exception. A signal may arrive there. `Stopped` is therefore raised again, every `AGAIN_S`, until
@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jppo.distributed.hosts import ALONE, Elsewhere, Hosts, Stopped
-from jppo.errors import RunEnded, one_line
+from jppo.errors import RunEnded, expanded, one_line
+from jppo.runlog.checkpoint import last_remains
 from jppo.runlog.timers import Timers
 
 WAITING = ("start", "gen", "reward", "testing")
@@ -43,19 +44,20 @@ class Watch:
         stage_timeout_s: float,
         stop_timeout_s: float,
         stacks: pathlib.Path,
+        checkpoints: pathlib.Path,
         hosts: Hosts = ALONE,
         stopped: int = STOPPED,
     ) -> None:
         """Sets the limits of a stage's time and of the end's; `stacks` is the file for the stacks of a stuck run.
 
-        `stopped` is the exit code after SIGTERM or SIGHUP.
+        `checkpoints` is the folder of its checkpoints, and `stopped` the exit code after SIGTERM or SIGHUP.
         """
         self._codes = {signal.SIGTERM: stopped, signal.SIGHUP: stopped, signal.SIGINT: INTERRUPTED}
         self._timer = timer
         self._hosts = hosts
         self._stage_timeout_s = stage_timeout_s
         self._stop_timeout_s = stop_timeout_s
-        self._stacks = stacks
+        self._stacks, self._checkpoints = stacks, checkpoints
         self._stop: Stopped | None = None
         self._deadline = float("inf")
         self._finished = threading.Event()
@@ -125,7 +127,8 @@ class Watch:
             if time.monotonic() > self._deadline:
                 _print_error(
                     f"the run did not end within trainer.stop_timeout_s={self._stop_timeout_s:g} in stage {stage}"
-                    f" ({self._stop.why if self._stop else ''}); it is ended by force; the last checkpoint remains"
+                    f" ({self._stop.why if self._stop else ''}); it is ended by force;"
+                    f" {last_remains(self._checkpoints)}"
                 )
                 os._exit(STUCK)
 
@@ -164,7 +167,10 @@ def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
     `exit_on_user_error` prints a UserError. An update that was broken off leaves no complete state, and one
     with values that are not finite is not saved.
     """
-    resumes = f"the same command resumes from the last of {run_dir}/checkpoints"
+
+    def resumes() -> str:
+        return f"the same command continues; {last_remains(expanded(run_dir) / 'checkpoints')}"
+
     try:
         yield
     except (RunEnded, Elsewhere) as e:
@@ -173,13 +179,13 @@ def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
     except OSError as e:
         if e.errno != errno.ENOSPC:
             raise
-        print(f"error: {e}: make room in {run_dir}, and {resumes}", file=sys.stderr)
+        print(f"error: {e}: make room in {run_dir}, and {resumes()}", file=sys.stderr)
         sys.exit(1)
     except Stopped as e:
-        print(f"{e.why}; {resumes}", file=sys.stderr, flush=True)
+        print(f"{e.why}; {resumes()}", file=sys.stderr, flush=True)
         leave(e.status, within_s=within_s)
     except KeyboardInterrupt:
-        print(f"interrupted; {resumes}", file=sys.stderr)
+        print(f"interrupted; {resumes()}", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 

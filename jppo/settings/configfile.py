@@ -15,7 +15,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
 import ml_collections
@@ -200,7 +200,8 @@ def parse(
     if "--config" in argv:
         raise UserError("--config is given without a file; name it behind a =, as in --config=configs/quickstart.py")
     if (needs_file or specs) and (len(specs) != 1 or not specs[0]):
-        raise UserError(f"--config is given {len(specs)} times; name one file, as in --config=configs/quickstart.py")
+        file = next((word for word in argv if word.endswith(".py") and "=" not in word), f"{SCHEME}quickstart")
+        raise UserError(f"--config is given {len(specs)} times; name one file, as in --config={file}")
     config = _read_configfile(specs[0]) if specs else defaults
     if set(config) != set(defaults):
         raise UserError(
@@ -210,6 +211,9 @@ def parse(
     argv = [word for word in argv if not word.startswith("--config=") and word not in options]
     specs = [word.partition("=")[0].removeprefix("--config.") for word in argv if word.startswith("--config.")]
     raise_faults(faults_of(functools.partial(_check_known, name, config) for name in specs))
+    for word in value_lists(argv):
+        remedy = "python -m jppo.sweep trains with each of them" if "algorithm" in config else "give one"
+        raise UserError(f"{word} lists several values, and a run has one; {remedy}")
     try:  # reads the overrides at once
         config_flags.DEFINE_config_dict("config", config, flag_values=flag_values, sys_argv=["jppo", *argv])
         unknown = flag_values(["jppo", *argv])[1:]
@@ -220,6 +224,14 @@ def parse(
     config = flag_values["config"].value
     _set_options(config, options)
     return config, {name: flag_values[name].value for name in flag_values if name in SWITCHES}
+
+
+def value_lists(argv: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the arguments that list values of a setting which has one, each with the arguments of its values."""
+    words = {word: re.fullmatch(r"--config\.([\w.]+)=(.*,.*)", word, re.DOTALL) for word in argv}
+    single = {name for name, setting in TABLE.items() if setting.type in (bool, int, float) or setting.choices}
+    listed = {word: m for word, m in words.items() if m and m[1] in single}
+    return {word: [f"--config.{m[1]}={x}" for x in m[2].split(",")] for word, m in listed.items()}
 
 
 def _set_options(config: ml_collections.ConfigDict, words: list[str]) -> None:
@@ -275,7 +287,7 @@ def _explain_parse_error(error: Exception, names: Collection[str]) -> str:
 
 
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a command: a UserError becomes one line on stderr and exit code 2."""
+    """Wraps a command: a UserError becomes one line on stderr and exit code 2, Ctrl-C one line and 130."""
 
     @functools.wraps(main)
     def run_main(*args: Any, **kwargs: Any) -> None:
@@ -284,6 +296,9 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
         except UserError as e:
             print(one_line(e), file=sys.stderr)
             sys.exit(2)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
         except OSError as e:
             if e.errno not in ODD_PATHS or e.filename is None:
                 raise

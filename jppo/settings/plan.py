@@ -1,7 +1,8 @@
-"""The runs of a sweep: those added by `sweep(add)` of a config file, each checked as in training."""
+"""The runs of a sweep, by lists of values or by `sweep(add)` of a config file, each checked as in training."""
 
 import dataclasses
 import hashlib
+import itertools
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
@@ -32,8 +33,11 @@ class PlannedRun:
 def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[PlannedRun], pathlib.Path]:
     """Returns all runs of the sweep that --config names, and their folder; raises a UserError at the first invalid one.
 
-    `argv` is --config with the overrides of every run. Without `out` the folder is named after the file.
+    `argv` is --config with the overrides of every run; lists of values, --config.NAME=A,B, replace the `sweep(add)` of
+    the file. Without `out` the folder is named after the file.
     """
+    lists = configfile.value_lists(argv)
+    argv = [word for word in argv if word not in lists]
     config, switches = configfile.parse(list(argv), "", default())
     if switches["dry_run"]:
         raise UserError("--dry_run starts nothing, and a sweep starts runs; --print shows them")
@@ -44,7 +48,7 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[PlannedRun
     if FOLDER in fixed_names:
         raise UserError(f"--config.{FOLDER} is given, but each run of a sweep has a separate folder; use --out")
     runs = []
-    for overrides in _read_sweep(file):
+    for overrides in _combine(argv, lists) if lists else _read_sweep(file):
         for name in overrides:
             _check_name(name, values, fixed_names)
         runs.append(_resolve(overrides, argv, out, values))
@@ -55,11 +59,21 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[PlannedRun
     return runs, out
 
 
+def _combine(argv: Sequence[str], lists: dict[str, list[str]]) -> Iterator[dict[str, Any]]:
+    """Yields the overrides of each combination of listed values."""
+    names = sorted(word.removeprefix("--config.").partition("=")[0] for word in lists)
+    for words in itertools.product(*lists.values()):
+        values = table.by_name(configfile.parse([*argv, *words], "", default())[0])
+        yield {name: values[name] for name in names}
+
+
 def _read_sweep(file: str) -> list[dict[str, Any]]:
     """Returns the overrides of each run that the `sweep(add)` of a config file adds."""
     sweep = configfile.functions(file).get("sweep")
     if not callable(sweep):
-        raise UserError(f"{file} has no sweep(add); write one next to get_config that calls {ADD} for each run")
+        raise UserError(
+            f"{file} has no sweep(add); list values, as in --config.actor.lr=1e-5,2e-5, or write one that calls {ADD}"
+        )
     runs: list[dict[str, Any]] = []
 
     def add(*unnamed: Any, **overrides: Any) -> None:

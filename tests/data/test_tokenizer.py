@@ -1,6 +1,8 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -17,6 +19,12 @@ from jppo.data.tokenizer import (
 )
 from jppo.errors import UserError
 from tests.make import bytes_as_text
+
+
+def test_transformers_does_not_tell_that_there_is_no_torch():
+    program = "import sys; sys.modules['torch'] = None; from jppo.data import tokenizer; import transformers"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 def test_end_tokens_of_all_three_files_each_once(tmp_path, characters):

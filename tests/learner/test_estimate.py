@@ -108,6 +108,8 @@ def test_explained_variance_is_the_share_that_values_explain(batch):
     kept, value = returns[batch.mask], batch["value"][batch.mask]
     expected = {"critic/vf_explained_var": 1 - np.var(kept - value, ddof=1) / np.var(kept, ddof=1)}
     assert_same(found, expected | moments_of("critic/returns", kept) | moments_of("critic/values", value))
+    equal = estimate.value_metrics(batch["value"], np.full((B, L), 0.5, np.float32), batch.mask)
+    assert np.isnan(equal["critic/vf_explained_var"]), "equal returns have no variance to explain"
 
 
 def test_the_mismatch_is_measured_over_sampled_tokens(batch):

@@ -94,8 +94,10 @@ def test_each_line_is_printed_when_it_is_there():
 @pytest.mark.parametrize("width", [80, 120])
 def test_lines_fit_the_terminal(width):
     console = rich.console.Console(file=io.StringIO(), width=width)
-    print_findings([Finding("publish room", "FAIL", "/a/very/long/path" * 20, "shorten it " * 20)], console)
-    lines = console.file.getvalue().splitlines()
+    command = "pip install" + " a-package" * 20
+    print_findings([Finding("publish room", "FAIL", "/a/very/long/path" * 20, command)], console)
+    *lines, remedy, _ = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     # continuation lines are below the text: verdict 4, gap 2, name 14, gap 2
-    assert {len(line) - len(line.lstrip()) for line in lines[1:-1]} == {22}
+    assert {len(line) - len(line.lstrip()) for line in lines[1:]} == {22}
+    assert remedy == f"{'':22}→ {command}", "a command can be copied"

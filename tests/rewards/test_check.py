@@ -32,6 +32,13 @@ def test_neither_model_nor_batches_are_read(words, capsys):
     assert capsys.readouterr().out == "OK   unknown: right answers earn 1, others' 0 (2 rows)\n"
 
 
+def test_it_leaves_no_folder_and_a_failed_grader_has_no_score(words, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        check.main(words({"prompt": "q"}, by=0))
+    assert "earns no score, an empty response no score (1 rows" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "rows.jsonl"]
+
+
 def test_rows_without_an_answer_are_scored(words, capsys):
     check.main(words({"prompt": "12345"}, {"prompt": [{"role": "user", "content": "1"}]}))
     said = "no answers in the data; the prompt as the response earns 0.3, an empty response 0"

@@ -13,6 +13,7 @@ from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.vllm import arguments
+from jppo.rollout.vllm.arguments import vllm_options
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.rollout.vllm.publish import call_workers
 from jppo.types import OVERFLOW, Prompt
@@ -223,18 +224,21 @@ def test_the_kept_tokens_of_an_answer_in_parts_are_those_of_its_tokens(attach, f
 
 
 @pytest.mark.parametrize(
-    "replayed, said",
+    "replayed, said, option",
     [
-        (["experts"], r"returns no experts.*--worker-cls jppo.rollout.vllm.kept.RoutingWorker"),
-        (["mask_replay"], r"returns no kept tokens.*--worker-cls jppo.rollout.vllm.kept.KeptWorker"),
+        (["experts"], "returns no experts", "--worker-cls jppo.rollout.vllm.kept.RoutingWorker"),
+        (["mask_replay"], "returns no kept tokens", "--worker-cls jppo.rollout.vllm.kept.KeptWorker"),
         (
             ["experts", "mask_replay"],
-            r"returns no experts.*--scheduler-cls jppo.rollout.vllm.kept.KeptRoutingScheduler",
+            "returns no experts",
+            "--scheduler-cls jppo.rollout.vllm.kept.KeptRoutingScheduler",
         ),
     ],
 )
-def test_a_server_that_returns_less_is_refused_for_replay(fakes, settings, replayed, said):
+def test_a_server_that_returns_less_is_refused_for_replay(fakes, settings, replayed, said, option):
+    """The server that jppo.serve starts has the option."""
     how = settings(**limits(5.0, 2), **dict.fromkeys(replayed, True))
+    assert option in " ".join(vllm_options(how, "cpu"))
     engine = start_vllm("model", "run", settings=how, urls=[fakes[0].url])
     with pytest.raises(UserError, match=said):
         engine.ready(eos_token_ids=[2], decode=str)
@@ -263,9 +267,9 @@ def test_a_server_that_fails_again_and_again_ends_the_run_in_one_error(attach, f
     "route, answer, said",
     [
         ("/is_paused", (200, {"is_paused": True}), "is paused.*curl -X POST .*http.*/resume"),
-        ("/is_paused", (404, {}), "404.*VLLM_SERVER_DEV_MODE=1"),
-        ("jppo_info", (500, {}), "500.*--worker-extension-cls jppo.rollout.vllm.worker.WeightLoader"),
-        ("/openapi.json", (200, {"paths": {}}), "has no /inference/v1/generate.*--enable-scale-out"),
+        ("/is_paused", (404, {}), "404.*start it by `JPPO_SERVER_TOKEN=... python -m jppo.serve"),
+        ("jppo_info", (500, {}), "500.*python -m jppo.serve"),
+        ("/openapi.json", (200, {"paths": {}}), "has no /inference/v1/generate.*python -m jppo.serve"),
     ],
 )
 def test_a_server_that_is_not_fit_to_attach_to(attach, fakes, route, answer, said):

@@ -85,3 +85,20 @@ def test_a_second_training_touches_nothing(small_run, holder, tmp_path):
     with pytest.raises(UserError, match=f"belongs to process {holder.pid}"):
         train.train(small_run)
     assert contents(tmp_path / "run") == before
+
+
+def test_a_new_folder_stays_only_with_content(tmp_path):
+    """The lock, empty folders and empty logs are none; an older folder stays as it is."""
+    run = tmp_path / "runs/mine"
+    with pytest.raises(UserError, match="refused"), own(run):
+        (run / "checkpoints").mkdir()
+        (run / "reward.log").touch()
+        raise UserError("refused")
+    assert not (tmp_path / "runs").exists()
+    with own(run):
+        (run / "server-0.log").write_text("started")
+    assert (run / "server-0.log").exists()
+    (tmp_path / "old").mkdir()
+    with own(tmp_path / "old"):
+        pass
+    assert (tmp_path / "old" / FILE).exists()

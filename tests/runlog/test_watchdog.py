@@ -32,7 +32,8 @@ def hang(stage, seconds=3600.0, interruptible=True):
                 except SystemExit: raise AssertionError("left in the middle")
 try:
     stacks = pathlib.Path("{stacks}")
-    with Watch(timer, {more}stage_timeout_s={stage_s}, stop_timeout_s={stop_s}, stacks=stacks) as watch:
+    limits = dict(stage_timeout_s={stage_s}, stop_timeout_s={stop_s})
+    with Watch(timer, {more}stacks=stacks, checkpoints=stacks.parent / "checkpoints", **limits) as watch:
         with timer("step"):
             {body}
         watch.check()
@@ -171,13 +172,16 @@ def test_a_terminal_that_goes_ends_a_run_in_order(tmp_path):
     assert process.wait(timeout=120) == 143
 
 
-def test_what_does_not_end_in_time_is_ended_by_force(tmp_path):
+@pytest.mark.parametrize("steps, last", [((), "there is no checkpoint yet"), ((2, 10), "of step 10 remains")])
+def test_what_does_not_end_in_time_is_ended_by_force(tmp_path, steps, last):
+    for step in steps:
+        (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
     process = start(tmp_path, 'hang("update_actor", interruptible=False)', stop_s=0.5)
     wait_for(process, "in update_actor")
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "trainer.stop_timeout_s=0.5 in stage update_actor" in err and "the last checkpoint remains" in err
+    assert "trainer.stop_timeout_s=0.5 in stage update_actor" in err and last in err
 
 
 def test_the_second_interrupt_waits_for_nothing(tmp_path):

@@ -22,7 +22,7 @@ from jppo.rewards.parts import RewardSum, sample_of
 from jppo.run import resume
 from jppo.run.make import make_learner, read_models_of_run
 from jppo.run.tokenizer import read_tokenizer
-from jppo.runlog.checkpoint_arrays import restore_field
+from jppo.runlog.checkpoint_arrays import Damaged, restore_field
 from jppo.runlog.timers import Timers
 from jppo.samples.make import mark_stale
 from jppo.samples.queue import StepSamples
@@ -97,11 +97,14 @@ def read_state(replay: Replay) -> TrainState:
     if begin.value is not None and "value" not in replay.bundle.computed.batch:
         raise UserError("the algorithm reads values, and the recorded step has no critic; take one that reads none")
     folder = replay.bundle.folder / "state" / str(replay.bundle.number - 1)
-    fields = {
-        name: restore_field(folder, name, lambda _, like=like: like).state  # type: ignore[misc]
-        for name, like in vars(state.remove_padding(begin, spare)).items()
-        if like is not None
-    }
+    try:
+        fields = {
+            name: restore_field(folder, name, lambda _, like=like: like).state  # type: ignore[misc]
+            for name, like in vars(state.remove_padding(begin, spare)).items()
+            if like is not None
+        }
+    except Damaged as e:
+        raise UserError(f"{str(e).rpartition('; ')[0]}; record the step again") from e
     now = state.restore_padding(dataclasses.replace(begin, **fields), spare, begin)
     if c.algorithm.kl_ctrl_type != "fixed":
         return now

@@ -15,6 +15,7 @@ from jppo.learner import estimate
 from jppo.plugins.replay.compare import Difference, StageResult
 from jppo.plugins.replay.recompute import Recomputed, Replay, updated_logprob
 from jppo.run.sample_log import collect_arrays
+from jppo.settings import parts
 
 Rows = Sequence[Sequence[str]]
 SHOWN = 16  # samples in the table of another algorithm
@@ -65,7 +66,8 @@ def sample_table(replay: Replay, step: Recomputed, sample: int) -> rich.table.Ta
     new, old = updated_logprob(replay, step)[sample], np.asarray(data["old_logprob"])[sample]
     advantage = arrays["advantage"][0]
     low, high = (c.actor.clip_ratio if x is None else x for x in (c.actor.clip_ratio_low, c.actor.clip_ratio_high))
-    ratio = np.exp(new - old)
+    ratio, users = np.exp(new - old), parts.extension(c)
+    clips = c.actor.loss_mode == "vanilla" and (users is None or not users.terms)  # other losses have other rules
     clipped = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - low))
     first, mask = int(data.first[sample]), np.asarray(data.mask)[sample]
     ids = sequences[sample].tokens[first + 1 :].tolist()
@@ -73,10 +75,10 @@ def sample_table(replay: Replay, step: Recomputed, sample: int) -> rich.table.Ta
     columns |= {name: arrays[name][0] for name in ("reward", "kl", "value", "advantage") if name in arrays}
     rows = [
         [str(k), repr(text)[1:-1] or f"[{ids[k]}]"]
-        + ([f"{x[k]:.4f}" for x in columns.values()] + ["yes" * bool(clipped[k])] if mask[k] else [])
+        + ([f"{x[k]:.4f}" for x in columns.values()] + ["yes" * bool(clipped[k])] * clips if mask[k] else [])
         for k, text in enumerate(pieces(replay.tokenizer, ids))
     ]
-    return make_table(["token", "text", *columns, "clipped"], rows, texts=2)
+    return make_table(["token", "text", *columns, *["clipped"] * clips], rows, texts=2)
 
 
 def algorithm_tables(ours: Recomputed, other: Recomputed, name: str) -> tuple[rich.table.Table, rich.table.Table]:
@@ -94,10 +96,17 @@ def algorithm_tables(ours: Recomputed, other: Recomputed, name: str) -> tuple[ri
     return make_table(["", *headings], rows), make_table(["sample", "score", *(f"A by {h}" for h in headings)], samples)
 
 
+def describe_nonfinite(step: Recomputed, name: str) -> str:
+    """Returns a line on numbers of the step by another algorithm that are not finite; '' without one."""
+    faulty = [label for label, key in COMPARED.items() if not math.isfinite(step.metrics.get(key, 0.0))]
+    return f"{name} gives NaN or infinities: {', '.join(faulty)}; a run would skip this update" if faulty else ""
+
+
 def _mean_advantages(step: Recomputed) -> np.ndarray:
     """Returns the mean advantage of each sequence's trained tokens; 0 without one."""
     mask, count = np.asarray(step.data.mask), len(step.episodes.trajectories)
-    means = np.where(mask, step.data["advantage"], 0.0).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
+    with np.errstate(invalid="ignore"):  # ∞ - ∞
+        means = np.where(mask, step.data["advantage"], 0.0).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
     return np.asarray(means[:count])
 
 

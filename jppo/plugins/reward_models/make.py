@@ -26,8 +26,9 @@ from jppo.settings import RewardModel
 
 def make_reward_model(m: RewardModel, policy_tokenizer: Any, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:
     """Makes the reward model and its engine."""
-    tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
+    steps = bool(m.step_aggregation)
     directory = convert_weights(locate(m.path), python=m.python, steps=steps)
+    tokenizer = load_tokenizer(m.path)
     classifier = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, directory=directory, steps=steps)
     texts = Texts(tokenizer, max_length=m.max_length)
     engines = {"jax": _make_jax_model, "transformers": _make_transformers_model, "vllm": _make_vllm_model}

@@ -116,7 +116,7 @@ def translate(
             # A fault of the value is in the line of the key.
             with contextlib.suppress(Needless, Unsupported, TypeError, ValueError, ZeroDivisionError):
                 settings[name.setting] = CONVERSIONS[name.convert](get(name.key), get)
-    changed = set()
+    changed = set[str]()
     for key, value in values.items():
         line, setting, converted = _account(key, value, text_of[key] or f"{key}={value}", get)
         asks = line.kind in ("missing", "unknown") or (setting and converted != getattr(find_row(key), "default", None))

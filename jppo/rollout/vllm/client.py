@@ -14,7 +14,6 @@ import base64
 import dataclasses
 import io
 import pathlib
-import shlex
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -214,23 +213,15 @@ def start_vllm(model_dir: str, run_dir: str, *, settings: ServerSettings, urls: 
     ]
 
     def speak(eos_token_ids: Sequence[int]) -> Vllm:
-        return Vllm(eos_token_ids, settings, how_to_start(model, settings))
+        return Vllm(eos_token_ids, settings, HOW_TO_START)
 
     return ServerEngine(servers, urls, publisher, speak, settings)
 
 
-def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:
-    """Returns the start command of a server for `rollout.urls`."""
-
-    def command(build: str) -> str:
-        variables = " ".join(f"{name}={value}" for name, value in arguments.vllm_environment(settings, build).items())
-        options = shlex.join([*model, *arguments.vllm_options(settings, build)])
-        return f"{guard.TOKEN}=... {variables} python -m {arguments.MODULE} {options}"
-
-    cpu_advice = "" if settings.sleep_level else f", on a CPU with `{command('cpu')}`"  # which cannot sleep
-    return f"start it on a GPU with `{command('gpu')}`{cpu_advice}, and set {guard.TOKEN} alike here"
-
-
+HOW_TO_START = (
+    f"start it by `{guard.TOKEN}=... python -m jppo.serve --host=0.0.0.0` with this run's --config and a rollout.port,"
+    f" and set {guard.TOKEN} alike here"
+)
 SCORE_ROUTE = "/v1/completions"
 CONCURRENT = 64  # requests
 TRIES, PAUSE_S = 3, 1.0  # the pause doubles after each try

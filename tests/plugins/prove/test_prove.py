@@ -201,6 +201,14 @@ def test_it_refuses(words, said, tmp_path, monkeypatch, capsys):
     assert said in one_line(capsys, prove.main, *words)
 
 
+def test_an_interrupt_is_one_line(tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contest, "prepare_all", interrupt)
+    assert one_line(capsys, prove.main, "rloo", "--tasks=chain", f"--out={tmp_path}", code=130) == "interrupted\n"
+
+
 @pytest.mark.timeout(1800)
 def test_a_contest_with_a_twin_a_broken_algorithm_and_a_crash(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "IMITATION_STEPS", 60)

@@ -255,6 +255,31 @@ def test_what_is_not_recorded_is_said_in_one_line(run, capsys):
         path.write_bytes(whole)
 
 
+def test_a_damaged_state_is_one_line_with_its_remedy(run, capsys):
+    state = run / "replay/step_2/state/1"
+    for file in state.glob("state/**/d/*"):
+        file.write_bytes(file.read_bytes()[:-100])
+    said = one_line(capsys, replay.main, run)
+    assert f"{state} is no readable checkpoint: state/ is missing or damaged (" in said
+    assert said.endswith("); record the step again\n")
+
+
+def test_only_a_loss_with_ppos_clipping_has_its_column(run):
+    assert "clipped" not in replayed(run, "--sample=1", "--config.actor.loss_mode=cispo")[1]
+
+
+BROKEN = """
+from jppo.learner.algorithm import Algorithm
+broken = lambda: Algorithm(advantage=lambda view: view.reward / 0.0)
+"""
+
+
+def test_an_algorithm_with_infinities_is_told(run, tmp_path):
+    (tmp_path / "mine.py").write_text(BROKEN)
+    text = replayed(run, f"--with={tmp_path}/mine.py:broken")[1]
+    assert "mine.py:broken gives NaN or infinities: largest advantage, " in text and "gradient norm; a run" in text
+
+
 def test_a_model_of_another_shape_is_named_as_the_model(recorded, run, tmp_path):
     model = shutil.copytree(recorded / "model", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
