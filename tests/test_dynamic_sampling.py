@@ -200,7 +200,7 @@ def dynamic(small_run, tmp_path):
     c.rollout.name, c.rollout.n, c.rollout.logp_tolerance = "inprocess", 2, 1e-3
     c.algorithm.adv_estimator, c.algorithm.filter_groups, c.algorithm.max_num_gen_batches = "grpo", True, 0
     c.data.train_batch_size, c.data.gen_batch_size = 2, 3
-    c.actor.positive_lm_coef = 0.1
+    c.actor.positive_lm_coef, c.trainer.seed = 0.1, 3  # a seed by which a step needs another gen batch
     return again(c, trainer__total_training_steps=3)
 
 
