@@ -90,7 +90,7 @@ def run(task: str, algorithm: str, seed: int, work: pathlib.Path, changes: Mappi
         "tokens": [round(line["response_length/mean"] * responses) for line in steps],
         "test": next(line["val/score"] for line in reversed(lines) if "val/score" in line),
         "seconds": round(sum(line["timing_s/step"] for line in steps), 1),
-        "curves": {name: [round(line[name], 5) for line in steps] for name in LOGGED if name in steps[0]},
+        "curves": {name: curve for name in LOGGED if (curve := [round(x[name], 5) for x in steps if name in x])},
     }
 
 

@@ -176,6 +176,7 @@ def test_a_fault_of_the_user_is_one_line_and_code_2(command, argument, said, cap
 
 
 def test_a_folder_of_another_evaluation_is_left_alone(command, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
     with own(tmp_path / "out"):
         assert f"belongs to process {os.getpid()} on" in refused(capsys, command)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.lock"]

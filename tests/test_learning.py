@@ -72,21 +72,22 @@ def test_tables_of_sao_compare_at_each_staleness():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(make.ROOT / "benchmarks")
         sao = script("sao")
-    assert sao.changes_of("SAO", 2, 7) == {
+    args = types.SimpleNamespace(tasks=["chain"], staleness=[0, 4], seeds=2, steps=None, engine="inprocess")
+    short = types.SimpleNamespace(steps=7, engine="vllm")
+    assert sao.changes_of("SAO", 2, short) == {
         "algorithm.lam_alpha": 1.5, "algorithm.old_logprob": "bypass", "algorithm.rollout_is": "token",
         "algorithm.rollout_is_threshold": "0.2_4.0", "actor.loss_mode": "gpg", "critic.freeze": "*.self_attn.*",
         "critic.lam": 1.0, "critic.ppo_epochs": 2, "rollout.mode": "async", "rollout.max_staleness": 2,
-        "trainer.total_training_steps": 7,
+        "rollout.name": "vllm", "trainer.total_training_steps": 7,
     }  # fmt: skip
-    assert sao.changes_of("PPO", 0, None) == {"algorithm.old_logprob": "correction", "algorithm.rollout_is": "token"}
+    assert sao.changes_of("PPO", 0, args) == {"algorithm.old_logprob": "correction", "algorithm.rollout_is": "token"}
     rows = []
     for arm, (algorithm, _) in sao.ARMS.items():
         for seed in (1, 2):
-            chosen = json.loads(json.dumps(sao.settings_of("chain", algorithm, sao.changes_of(arm, 4, None))))
+            chosen = json.loads(json.dumps(sao.settings_of("chain", algorithm, sao.changes_of(arm, 4, args))))
             curves = {"critic/score/mean": [0.25 * seed + (arm == "SAO")] * 10, sao.AGE: [0.0, 3.0] * 5}
             row = {"task": "chain", "arm": arm, "seed": seed, "settings": chosen, "start": 1, "tokens": [10] * 10}
             rows.append(row | {"test": 0.5, "curves": curves})
-    args = types.SimpleNamespace(tasks=["chain"], staleness=[0, 4], seeds=2, steps=None)
     text = sao.tables(rows, args)
     # Scores 1.25 and 1.5; quantile 12.706205 of one degree of freedom, deviation 0.25 / sqrt(2). Ages 0 and 3.
     assert f"| chain | 4 | SAO | 2 | 1.50 | 1.375 ± {12.706205 * 0.125:.3f} |" in text

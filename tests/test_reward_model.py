@@ -217,6 +217,7 @@ def test_adapters_are_merged_into_what_is_written(config):
 
 
 def test_a_folder_of_another_process_is_left_alone(config, tmp_path):
+    (tmp_path / "run").mkdir()
     with own(tmp_path / "run"), pytest.raises(UserError, match="belongs to process"):
         reward_model.train(config)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]

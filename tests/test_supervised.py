@@ -219,7 +219,7 @@ def test_a_stopped_command_leaves_a_checkpoint_and_its_exit_code(lab, undisturbe
     lab.await_steps("stopped", 1, process)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[0]
-    assert process.returncode == 143 and "stopped by SIGTERM; the same command resumes" in said, said
+    assert process.returncode == 143 and "stopped by SIGTERM; the same command continues; " in said, said
     [step] = lab.checkpoints("stopped")
     assert 1 <= int(step) < LONG
     assert f"resuming from the checkpoint of step {step}" in lab.to_the_end("stopped", **how)

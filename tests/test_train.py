@@ -115,7 +115,7 @@ def test_a_term_signal_ends_the_run_and_its_server(run):
     until(lambda: servers_of(run) or process.poll() is not None, "the server's start", 60)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode == 143 and "stopped by SIGTERM; the same command resumes" in said
+    assert process.returncode == 143 and "stopped by SIGTERM; the same command continues; " in said
     until(lambda: not servers_of(run), "the server's end")
 
 

@@ -283,7 +283,7 @@ def test_a_full_disk_costs_that_checkpoint_only(tmp_path, capsys):
             checkpoints.save(2, state(2), {})
             checkpoints.wait()
             said = capsys.readouterr().out
-            assert "checkpoint 2 could not be written" in said and "the last one is 1" in said
+            assert "checkpoint 2 could not be written" in said and "the checkpoint of step 1 remains" in said
             assert checkpoints.steps() == [1] and not list(disk.glob("*tmp*"))
             equal(checkpoints.restore_latest(state(0)).state, state(1))
             filler.unlink()
@@ -439,4 +439,4 @@ def test_a_save_that_fails_is_one_sentence(tmp_path):
     done = subprocess.run([sys.executable, "-c", FAILING, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr == ""
     (line,) = done.stdout.splitlines()
-    assert line.startswith("checkpoint 2 could not be written") and "the last one is 1" in line
+    assert line.startswith("checkpoint 2 could not be written") and "the checkpoint of step 1 remains" in line

@@ -101,7 +101,7 @@ class Config:
         # verl's recipes are a repository of their own, which is recipe/ in one of verl
         self._folders += [pathlib.Path(str(f).replace("/recipe/", "/")) for f in self._folders if "/recipe/" in str(f)]
         if main and (verl := verl_of(root, folder)):
-            self._folders.append(verl / "trainer/config")
+            self._folders.append(verl / "trainer" / "config")
 
     def settings(self) -> Iterator[Setting]:
         """Yields the settings; a later one counts more."""

@@ -207,7 +207,9 @@ def test_at_most_a_bucket_and_the_next_tensor_are_held(made):
 
 
 def test_a_server_without_the_engine_is_refused_with_the_command_that_has_it(made):
-    with pytest.raises(UserError, match=r"takes files, .*weight_engine.Receiver.* '{\"backend\":\"jppo\"}'"):
+    with pytest.raises(
+        UserError, match=r"takes files, rollout\.publish_via is tcp; start it by .*python -m jppo\.serve "
+    ):
         made(1, buckets=False)
 
 

@@ -275,10 +275,10 @@ def test_clients_name_the_model_or_its_name(monkeypatch, given, name):
 
     def service(model, name, *_, **__):
         named.append(name)
-        raise KeyboardInterrupt
+        raise EOFError  # before it serves
 
     monkeypatch.setattr(tinker_command, "Service", service)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(EOFError):
         tinker_command.main(["the/model", "--port=0", *given])
     assert named == [name]
 

@@ -175,10 +175,10 @@ def test_a_machine_that_cannot_confine_says_how_to_do_it_by_hand(words, monkeypa
 
 def test_exit_codes(words, capsys):
     pathlib.Path("run.sh").write_text(f"{PPO} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2 $EXTRA")
-    from_verl.main(["run.sh"])
+    from_verl.main(["run.sh", "--verl=0.9"])
     assert capsys.readouterr().err == ""
     with pytest.raises(SystemExit) as left:
-        from_verl.main(["run.sh", "actor_rollout_ref.rollout.quantization=fp8", "a.b=1"])
+        from_verl.main(["run.sh", "--verl=0.9", "actor_rollout_ref.rollout.quantization=fp8", "a.b=1"])
     first, second = capsys.readouterr().err.splitlines()
     assert left.value.code == 3 and "quantization=fp8" in first and "a.b=1" in second
     assert "recipe.sppo.main_sppo: not supported" in one_line(capsys, from_verl.main, _script("recipe.sppo.main_sppo"))
