@@ -90,7 +90,11 @@ def run(task: str, algorithm: str, seed: int, work: pathlib.Path, changes: Mappi
         "tokens": [round(line["response_length/mean"] * responses) for line in steps],
         "test": next(line["val/score"] for line in reversed(lines) if "val/score" in line),
         "seconds": round(sum(line["timing_s/step"] for line in steps), 1),
-        "curves": {name: curve for name in LOGGED if (curve := [round(x[name], 5) for x in steps if name in x])},
+        "curves": {  # None: a step without the number, as without an explained variance of equal returns
+            name: [round(line[name], 5) if name in line else None for line in steps]
+            for name in LOGGED
+            if any(name in line for line in steps)
+        },
     }
 
 
@@ -155,7 +159,7 @@ def figures(selected: Mapping[str, Sequence[Row]]) -> tuple[int, dict[str, dict[
         values[name] = {
             "final": [mean_score(*one, 0.8 * budget, budget) for one in scores],
             "mean": [mean_score(*one, 0.0, budget) for one in scores],
-            "explained": [row["curves"][EXPLAINED][:STEP][-1] for row in runs if EXPLAINED in row["curves"]],
+            "explained": [x for row in runs for x in row["curves"].get(EXPLAINED, [])[:STEP][-1:] if x is not None],
             "test": [row["test"] for row in runs],
         }
     return budget, values
