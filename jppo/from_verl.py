@@ -183,10 +183,19 @@ def _override_lines(translation: Translation) -> Iterator[str]:
         yield from (f"  {note}" for note in translation.notes)
 
 
-def output_of(script: Script, verl: str = "") -> tuple[str, list[str], list[str]]:
-    """Returns the command with the account of its arguments, the lines of what is left out, and changed meanings."""
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What the command prints; `missing` and `changes` on stderr."""
+
+    text: str  # jppo's command, and the account of the arguments
+    missing: Sequence[str]  # a line for each argument that is left out and matters
+    changes: Sequence[str] = ()  # a line for each name that means something else in verl 0.9.1
+
+
+def translate_script(script: Script, verl: str = "") -> Output:
+    """Translates the arguments of a script's trainer, for a version of verl or for the one found."""
     command, translation = translated_command(script, verl)
-    return f"{command}\n{account_of(translation)}", left_out(translation, script.notes), list(translation.changes)
+    return Output(f"{command}\n{account_of(translation)}", left_out(translation, script.notes), translation.changes)
 
 
 @settings.exit_on_user_error
@@ -201,18 +210,17 @@ def main(argv: list[str] | None = None) -> Any:
         return
     if any(word.startswith(OWN) for word in argv):
         own, translation = on_top(argv)
-        output, missing = "\n".join([*own, account_of(translation)]), left_out(translation, ())
-        changes = list[str]()
+        output = Output("\n".join([*own, account_of(translation)]), left_out(translation, ()))
     else:
         given = [word.removeprefix("--verl=") for word in argv if word.startswith("--verl=")]
         argv = [word for word in argv if not word.startswith("--verl=")]
-        output, missing, changes = output_of(read_arguments(argv), "".join(given[-1:]))
-    for change in changes:
+        output = translate_script(read_arguments(argv), "".join(given[-1:]))
+    for change in output.changes:
         print(escaped(f"note: {change}"), file=sys.stderr)
-    for line in missing:
+    for line in output.missing:
         print(escaped(f"left out: {line}").replace("\n", "\\n"), file=sys.stderr)
-    print(escaped(output))
-    if missing:
+    print(escaped(output.text))
+    if output.missing:
         sys.exit(LEFT_OUT)
 
 

@@ -140,8 +140,9 @@ def _translate(result: Result, file: pathlib.Path, arguments: list[str]) -> None
         script = from_verl.read_arguments([str(file), *arguments])
         words = [DATES.sub("#", word) for word in (script.main, *script.words)]
         result.same = words == [DATES.sub("#", word) for word in (result.main, *result.words)]
-        result.command, lacking, _ = from_verl.output_of(script)
-        result.code, result.errors = (from_verl.LEFT_OUT if lacking else 0), "\n".join(lacking)
+        output = from_verl.translate_script(script)
+        result.command, result.errors = output.text, "\n".join(output.missing)
+        result.code = from_verl.LEFT_OUT if output.missing else 0
     except UserError as e:
         result.code, result.errors = 2, str(e)
 

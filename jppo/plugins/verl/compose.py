@@ -52,12 +52,8 @@ TUNING = {
     "trainer.sft_trainer_ray": "sft_trainer_engine",
     "trainer.fsdp_sft_trainer": "sft_trainer",
 }
-_GROUPS = (
-    "actor algorithm critic data distillation engine model model_engine npu_profile optim profiler ref reward"
-    " reward_model rollout transfer_queue"
-)  # of verl's YAML
-
-
+_GROUPS = ("actor", "algorithm", "critic", "data", "distillation", "engine", "model", "model_engine", "npu_profile")
+_GROUPS += ("optim", "profiler", "ref", "reward", "reward_model", "rollout", "transfer_queue")  # of verl's own YAML
 _FILE_BYTES = 2**22
 _FLOAT = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][+-]?\d+")  # a number to Hydra, a text to PyYAML
 _DECORATED = re.compile(r"""config_(name|path)=["']([\w./-]+)["']""")
@@ -84,7 +80,8 @@ class Config:
 
     def __init__(self, options: Mapping[str, str], choices: Mapping[str, str], main: str, root: str, folder: str):
         """Takes Hydra's options, the choices of files by group, the main module, its checkout and where it starts."""
-        self._given, self.found = dict(choices), set[str]()  # choices, and those of files that are there
+        self._given = dict(choices)
+        self.found = set[str]()  # groups whose chosen files exist
         self._chosen: dict[str, str] = {}
         self._folder = pathlib.Path(folder or ".")
         *parts, module = main.split(".")
@@ -113,7 +110,7 @@ class Config:
         if file is None:
             if path in OWN:
                 yield from ((key, value, True) for key, value in OWN[path].items())
-            elif path.split("/")[0] not in _GROUPS.split():  # those of verl's own
+            elif path.split("/")[0] not in _GROUPS:
                 first = self._folders[0] if self._folders else self._folder
                 raise UserError(
                     f"{path}.yaml, which the trainer reads, is not in {first}; put it there, or give its settings"

@@ -56,11 +56,11 @@ def checkout(tmp_path, monkeypatch):
 
 
 def translated(script: str, verl: str = "") -> tuple[dict, list[str], list[str]]:
-    """Returns the settings of the command, the lines of what is left out, and of changed meanings."""
+    """Returns the command's settings, what it leaves out, and the names whose meaning has changed."""
     pathlib.Path("run.sh").write_text(script)
-    output, missing, changes = from_verl.output_of(from_verl.read_arguments(["run.sh"]), verl)
-    command = shlex.split(output.partition("\n\n#")[0].replace("\\\n", ""))
-    return table.by_name(settings.parse(command[3:], "", settings.default())[0]), missing, changes
+    output = from_verl.translate_script(from_verl.read_arguments(["run.sh"]), verl)
+    command = shlex.split(output.text.partition("\n\n#")[0].replace("\\\n", ""))
+    return table.by_name(settings.parse(command[3:], "", settings.default())[0]), [*output.missing], [*output.changes]
 
 
 @confined
