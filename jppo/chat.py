@@ -22,7 +22,7 @@ import jax
 from jppo.data.prompts import tokenise
 from jppo.data.rows import Row, checked_text
 from jppo.data.tokenizer import decode, decode_stream, end_token_ids, load_tokenizer
-from jppo.errors import UserError, escaped, one_line
+from jppo.errors import INTERRUPTED, UserError, escaped, one_line
 from jppo.learner import sharding, state
 from jppo.models import cache, hf
 from jppo.models.config import ModelConfig
@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
         print(one_line(e), file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -5,6 +5,7 @@ import pathlib
 import re
 from collections.abc import Callable, Iterable
 
+INTERRUPTED = 130  # exit code after Ctrl-C, as the shell has it
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _MOST_WHY = 1000  # characters; what a client sent may be in it
 

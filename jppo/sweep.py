@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jppo import child_process, settings
-from jppo.errors import UserError, escaped, expanded
+from jppo.errors import INTERRUPTED, UserError, escaped, expanded
 from jppo.plugins.report import write_report
 from jppo.rollout.servers.launch import die_with_parent
 from jppo.runlog import durable_files
@@ -310,7 +310,7 @@ def main(argv: list[str] | None = None) -> None:
         all_finished = sweep(runs, out, train_command, jobs=args.jobs, resume=args.resume, metric=args.metric)
     except KeyboardInterrupt:
         print("interrupted; the same command with --resume continues", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     if not all_finished:
         sys.exit(1)
 

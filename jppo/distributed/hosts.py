@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jppo.errors import RunEnded, UserError
+from jppo.errors import INTERRUPTED, RunEnded, UserError
 
 T = TypeVar("T")
 _POLL_S = 0.5
@@ -206,7 +206,7 @@ class Hosts:
         if self.first:
             time.sleep(2 * _POLL_S)  # the store goes with this process; the others have read it by then
         sys.stderr.flush()
-        os._exit(130 if isinstance(error, KeyboardInterrupt) else LOST)
+        os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else LOST)
 
     def _watch_hosts(self) -> None:
         """Signs in the store, and checks the signs of the other hosts, until the end."""

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jppo.distributed.hosts import ALONE, Elsewhere, Hosts, Stopped
-from jppo.errors import RunEnded, expanded, one_line
+from jppo.errors import INTERRUPTED, RunEnded, expanded, one_line
 from jppo.runlog.checkpoint import last_remains
 from jppo.runlog.timers import Timers
 
@@ -30,7 +30,6 @@ WAITING = ("start", "gen", "reward", "testing")
 POLL_S = 0.2
 AGAIN_S = 1.0
 STOPPED = 143  # the shell's code for SIGTERM: a batch system must not consider the run finished
-INTERRUPTED = 130  # the shell's code for Ctrl-C
 STUCK = 1  # exit code of a stuck run
 
 

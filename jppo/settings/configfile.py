@@ -22,7 +22,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from jppo.errors import UserError, faults_of, one_line, raise_faults
+from jppo.errors import INTERRUPTED, UserError, faults_of, one_line, raise_faults
 from jppo.registry import did_you_mean
 from jppo.settings import parts, rules_rollout, rules_training
 from jppo.settings.options import EXTENSION, PREFIX
@@ -298,7 +298,7 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
             sys.exit(2)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
-            sys.exit(130)
+            sys.exit(INTERRUPTED)
         except OSError as e:
             if e.errno not in ODD_PATHS or e.filename is None:
                 raise
