@@ -26,7 +26,7 @@ from jppo.rewards.graders import describe_refused
 from jppo.rewards.make import make_refusal, make_reward_sum, needed_columns
 from jppo.rewards.parts import RewardSum, Sample
 from jppo.run.inputs import columns_of
-from jppo.runlog.durable_files import removed_if_unused
+from jppo.runlog.durable_files import missing_folders, remove_unused
 from jppo.settings import Settings
 from jppo.types import Prompt, Reward
 
@@ -231,7 +231,9 @@ def main(argv: list[str] | None = None) -> None:
     mesh = make_mesh(c)
     process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
     sources = sorted({prompt.data_source for prompt in prompts})
-    with removed_if_unused(expanded(c.trainer.run_dir)), contextlib.ExitStack() as stack:  # the graders' log is empty
+    created = missing_folders(expanded(c.trainer.run_dir))
+    with contextlib.ExitStack() as stack:
+        stack.callback(remove_unused, created)  # where the graders' log is empty
         reward_sum = make_reward_sum(c, mesh, tokenizer=tokenizer, sources=sources, tool_rewards=tools)
         stack.callback(reward_sum.close)
         reward_sum.ready()

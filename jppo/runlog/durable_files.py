@@ -14,7 +14,7 @@ import pathlib
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jppo.errors import UserError
@@ -152,34 +152,41 @@ def sync(path: pathlib.Path) -> None:
 FILE = "run.lock"
 
 
-@contextlib.contextmanager
-def removed_if_unused(folder: pathlib.Path) -> Iterator[None]:
-    """Removes a folder that the block has created, and its parents, unless a file other than the lock has content."""
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            if created and not any(p.is_file() and p.name != FILE and p.stat().st_size for p in folder.rglob("*")):
-                shutil.rmtree(folder)
-                for parent in created[1:]:
-                    parent.rmdir()
+def missing_folders(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns those of a folder and its parents that do not exist, the folder first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove_unused(created: Sequence[pathlib.Path]) -> None:
+    """Removes folders that were missing and have been created, unless a file other than the lock has content."""
+    with contextlib.suppress(OSError):
+        files = (path for path in created[0].rglob("*") if path.is_file()) if created else ()
+        if created and not any(path.name != FILE and path.stat().st_size for path in files):
+            shutil.rmtree(created[0])
+            for parent in created[1:]:
+                parent.rmdir()
 
 
 @contextlib.contextmanager
 def own(folder: pathlib.Path, setting: str = "trainer.run_dir") -> Iterator[None]:
-    """Creates and locks the folder during the block; UserError if that fails, naming the process that holds it."""
-    with removed_if_unused(folder):
+    """Creates and locks the folder during the block; UserError if that fails, naming the process that holds it.
+
+    A block that writes nothing leaves no new folder.
+    """
+    created = missing_folders(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as e:
+        raise UserError(f"{setting}={folder} cannot be written ({e.strerror}); choose another folder") from e
+    try:
+        _acquire_lock(lock, folder, setting)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as e:
-            raise UserError(f"{setting}={folder} cannot be written ({e.strerror}); choose another folder") from e
-        try:
-            _acquire_lock(lock, folder, setting)
             yield
         finally:
-            os.close(lock)
+            remove_unused(created)  # while no other process can own it
+    finally:
+        os.close(lock)
 
 
 def _acquire_lock(lock: int, folder: pathlib.Path, setting: str) -> None:
