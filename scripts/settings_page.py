@@ -82,7 +82,7 @@ def page() -> str:
 
 
 def items(settings: Iterable[Setting]) -> str:
-    """Returns one item for each setting, and one for all that mean what those of `actor` do."""
+    """Returns an item for each setting; those with the meaning of an `actor` setting share one."""
     own, same = [], []
     for setting in settings:
         twin = PPO.get(f"actor.{setting.name.partition('.')[2]}")

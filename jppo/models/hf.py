@@ -66,7 +66,7 @@ def resolve_directory(
 
 
 def final_model(path: str) -> str:
-    """Returns a model's `path`; of the folder of a run, that of its final model."""
+    """Returns the path of the final model where `path` is the folder of a run, else `path`."""
     run = expanded(path)
     if (run / "hf/config.json").is_file():
         return f"{path}/hf"

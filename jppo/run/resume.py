@@ -246,10 +246,12 @@ def finished(c: Training, checkpoints: Checkpoints, total_steps: int) -> bool:
     if (isinstance(c, Settings) and c.trainer.val_only) or last_step < total_steps or not model.is_dir():
         return False
     written = max(path.stat().st_mtime_ns for path in (model, *model.iterdir()))
-    if written < (run / f"checkpoints/{last_step}").stat().st_mtime_ns:
-        return False
-    print(f"all {total_steps} steps are done: nothing is left to train; trainer.resume_mode=disable restarts")
-    return True
+    return written >= (run / f"checkpoints/{last_step}").stat().st_mtime_ns
+
+
+def describe_finished(total_steps: int) -> str:
+    """Returns the line of a run that was finished before."""
+    return f"all {total_steps} steps are done: nothing is left to train; trainer.resume_mode=disable restarts"
 
 
 def require_own(c: Training) -> None:

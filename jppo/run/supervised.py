@@ -29,7 +29,7 @@ from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.run import loop
 from jppo.run.loop import Diverged, Progress, total_steps
-from jppo.run.resume import finished, require_same_settings, resume_or_begin, run_identity
+from jppo.run.resume import describe_finished, finished, require_same_settings, resume_or_begin, run_identity
 from jppo.run.tokenizer import read_tokenizer
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints, NonFinite
@@ -141,16 +141,19 @@ def task_fields(
 def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) -> dict[str, float]:
     """Trains, or resumes, to the last step and writes the model to RUN_DIR/hf; returns the last step's metrics."""
     run, timer, t = folder(c), Timers(), c.trainer
-    limits = dict[str, Any](stage_timeout_s=t.stage_timeout_s, stop_timeout_s=t.stop_timeout_s)
-    limits |= dict(stacks=run / "stacks.txt", checkpoints=run / "checkpoints")
     with contextlib.ExitStack() as stack:
         stack.enter_context(own(run))
-        watch = stack.enter_context(Watch(timer, stopped=t.stop_exit_code, **limits))
+        watch = Watch(
+            timer, stage_timeout_s=t.stage_timeout_s, stop_timeout_s=t.stop_timeout_s, stacks=run / "stacks.txt",
+            checkpoints=run / "checkpoints", stopped=t.stop_exit_code,
+        )  # fmt: skip
+        stack.enter_context(watch)
         display = open_display(stack, c, timer)
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=t.max_ckpt_to_keep))
         data = {"train": objective.checksum}
         require_same_settings(c, checkpoints, data)
         if finished(c, checkpoints, task.steps):
+            print(describe_finished(task.steps))
             return _last_metrics(run)
         with timer("start"):
             timer.part("the model")

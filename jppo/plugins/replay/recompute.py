@@ -104,7 +104,7 @@ def read_state(replay: Replay) -> TrainState:
             if like is not None
         }
     except Damaged as e:
-        raise UserError(f"{str(e).rpartition('; ')[0]}; record the step again") from e
+        raise UserError(f"{e}: record the step again") from e
     now = state.restore_padding(dataclasses.replace(begin, **fields), spare, begin)
     if c.algorithm.kl_ctrl_type != "fixed":
         return now
