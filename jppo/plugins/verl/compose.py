@@ -52,8 +52,21 @@ TUNING = {
     "trainer.sft_trainer_ray": "sft_trainer_engine",
     "trainer.fsdp_sft_trainer": "sft_trainer",
 }
-_GROUPS = ("actor", "algorithm", "critic", "data", "distillation", "engine", "model", "model_engine", "npu_profile")
-_GROUPS += ("optim", "profiler", "ref", "reward", "reward_model", "rollout", "transfer_queue")  # of verl's own YAML
+_GROUPS = (  # of verl's own YAML
+    *(
+        "actor",
+        "algorithm",
+        "critic",
+        "data",
+        "distillation",
+        "engine",
+        "model",
+        "model_engine",
+        "npu_profile",
+        "optim",
+    ),
+    *("profiler", "ref", "reward", "reward_model", "rollout", "transfer_queue"),
+)
 _FILE_BYTES = 2**22
 _FLOAT = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][+-]?\d+")  # a number to Hydra, a text to PyYAML
 _DECORATED = re.compile(r"""config_(name|path)=["']([\w./-]+)["']""")

@@ -261,7 +261,7 @@ def test_a_damaged_state_is_one_line_with_its_remedy(run, capsys):
         file.write_bytes(file.read_bytes()[:-100])
     said = one_line(capsys, replay.main, run)
     assert f"{state} is no readable checkpoint: state/ is missing or damaged (" in said
-    assert said.endswith("); record the step again\n")
+    assert said.endswith("); use another: record the step again\n")
 
 
 def test_only_a_loss_with_ppos_clipping_has_its_column(run):
