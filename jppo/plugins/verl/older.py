@@ -102,6 +102,8 @@ def modernize(values: dict[str, Any], get: GetKey, version: Version) -> Iterator
         values[key_of("VAL.n")] = 1
     if "warm-up from 1" in lacks and _whole(get("trainer.critic_warmup"), 0) > 0:
         values["trainer.critic_warmup"] = get("trainer.critic_warmup") + 1
+    if values.get("async_training.use_rollout_log_probs"):  # until 0.8, of the fully asynchronous trainer
+        values[key_of("CORRECTION.bypass_mode")] = True
 
 
 def faults(get: GetKey, version: Version, main: str) -> Iterator[tuple[str, str]]:

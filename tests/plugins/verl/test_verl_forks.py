@@ -64,6 +64,14 @@ def translated(script: str, verl: str = "") -> tuple[dict, list[str], list[str]]
 
 
 @confined
+def test_the_log_probs_of_the_engine_had_another_name(checkout):
+    """Until 0.8, with use_rollout_log_probs, the asynchronous trainer takes rollout_log_probs as old_log_probs."""
+    for value, old in ((True, "bypass"), (False, "decoupled")):
+        yaml = f"{YAML}async_training: {{use_rollout_log_probs: {value}}}\n"
+        assert checkout("", yaml=yaml)[0]["algorithm.old_logprob"] == old
+
+
+@confined
 def test_the_yaml_of_a_checkout_counts(checkout):
     config, missing, _ = checkout("actor_rollout_ref.rollout.n=4 trainer.total_epochs=5")
     assert missing == []
