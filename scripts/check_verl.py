@@ -41,6 +41,7 @@ TOOLS = (
 )
 TOOLS += " rm sed seq sh sort tail tee timeout touch tr uname wc xargs"
 RECORD = """#!/bin/bash
+case "${0##*/} $*" in "nvidia-smi "*query-gpu=*|"nvidia-smi -L"*) printf 'GPU\n%.0s' 1 2 3 4 5 6 7 8 ;; esac
 case ${0##*/} in python*) case $1 in -c|-|"") exec PYTHON -I -S "$@" ;; esac ;; esac
 printf '%s\\0' "${0##*/}" "$@" > "$(mktemp "$CALLS/XXXXXXXX")"
 """
@@ -216,10 +217,15 @@ def _as_today(config: Any, verl: pathlib.Path) -> None:
     is_older = _select(config, "algorithm.use_kl_in_reward") is None
     tests = _select(config, f"{rollout}.val_kwargs")
     code = "".join(file.read_text() for file in sorted((verl / "verl/workers").rglob("fsdp_workers.py")))
+    trainer, dataset, losses = (
+        re.sub(r"(?m)^\s*#.*", "", file.read_text()) if (file := verl / "verl" / name).is_file() else ""
+        for name in ("trainer/ppo/ray_trainer.py", "utils/dataset/rl_dataset.py", "trainer/ppo/core_algos.py")
+    )
     for word in _LATER.split():
         key, _, value = word.replace("A.", f"{actor}.", 1).replace("R.", f"{rollout}.", 1).partition("=")
         if _select(config, key) is None and (is_older or "grad_clip" not in key):
-            OmegaConf.update(config, key, OmegaConf.from_dotlist([f"x={value}"]).x)
+            filters = "filter" not in key or "<= self.max_prompt_length" in dataset
+            OmegaConf.update(config, key, OmegaConf.from_dotlist([f"x={value if filters else False}"]).x)
     groups = (f"{rollout}.n_agent", "data.n_samples", "agent_grpo.n")
     group = math.prod(int(_select(config, key) or 1) for key in groups)
     mini = int(_select(config, f"{actor}.ppo_mini_batch_size"))
@@ -229,12 +235,17 @@ def _as_today(config: Any, verl: pathlib.Path) -> None:
     OmegaConf.update(config, "oracle.mini", min(responses, batch or responses))
     OmegaConf.update(config, f"{rollout}.n", n * group)
     rollouts = "".join(file.read_text() for file in sorted((verl / "verl/workers/rollout").rglob("*rollout*.py")))
+    if "vf_loss = agg_loss(" in losses:  # of the squares, not of their halves
+        OmegaConf.update(config, "critic.grad_clip", (_select(config, "critic.grad_clip") or 1.0) / 2)
     reads = "if not do_sample" in rollouts and _select(config, f"{rollout}.mode") != "async"
     if reads and not (tests and tests.get("do_sample")):
         OmegaConf.update(config, f"{rollout}.val_kwargs.temperature", 0)
     if is_older:
-        OmegaConf.update(config, "algorithm.use_kl_in_reward", not _select(config, f"{actor}.use_kl_loss"))
+        calls = re.search(r"= apply_kl_penalty\(", trainer) and not _select(config, f"{actor}.use_kl_loss")
+        OmegaConf.update(config, "algorithm.use_kl_in_reward", bool(calls))
         for end in ("low", "high"):
+            if (_select(config, f"{actor}.clip_ratio_{end}") or -1) >= 0:
+                continue
             OmegaConf.update(config, f"{actor}.clip_ratio_{end}", _select(config, f"{actor}.clip_ratio"))
 
 
@@ -420,6 +431,8 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     if corrects and (reinforces or not bypass):
         wanted["algorithm.rollout_is"] = get(f"{correction}.rollout_is") or "none"
     if estimator == "gae":
+        if (clip := get("critic.grad_clip")) is not None:
+            wanted["critic.grad_clip"] = float(clip)
         wanted |= {
             "critic.lr": float(get(f"{c}.optim.lr")),
             "critic.weight_decay": float(get(f"{c}.optim.weight_decay")),

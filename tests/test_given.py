@@ -407,13 +407,13 @@ def test_samples_far_from_the_policy_are_corrected_and_given_responses_are_not(r
 def test_dynamic_sampling_compares_given_responses_too(run):
     """Of equal samples and another given response, the group is kept: it is what the group learns from."""
     grade = pathlib.Path(run.reward.function.rpartition(":")[0])
-    grade.write_text(GRADE.replace("return", "return float(solution_str == '99') #"))
-    write_demonstrations(run, lambda i: ["99"] if i % 2 else ["11"])
+    grade.write_text(GRADE.replace("return", "return float(solution_str == '9999') #"))
+    write_demonstrations(run, lambda i: ["9999"] if i % 2 else ["11"])
     c = changed(run, {"algorithm.filter_groups": True, "data.train_batch_size": 2, "data.gen_batch_size": 4})
     c = changed(c, {"actor.ppo_mini_batch_size": 2, "algorithm.max_num_gen_batches": 0})
     train.train(c)
     for step in (1, 2, 3):
         metrics, samples, _ = read_step(c, step)
-        assert [row["response"] for row in samples if row.get("given")] == ["99", "99"]
+        assert [row["response"] for row in samples if row.get("given")] == ["9999", "9999"]
         assert metrics["given/score/mean"] == 1.0 and metrics["critic/score/mean"] == 0.0
         assert metrics["train/sampled_score"] == 0.0 and metrics["actor/grad_norm"] > 0

@@ -43,6 +43,7 @@ MAINS = {
     "trainer.main_ppo_sync": "ppo_trainer",
     "transfer_queue.main_ppo": "transfer_queue_ppo_trainer",
     "dapo.main_dapo": "dapo_trainer",
+    "src.main_dapo": "dapo_trainer",  # recipe.dapo.src, until 0.4
     "dapo_transfer_queue.main_dapo": "dapo_transfer_queue_trainer",
     "one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
     "fully_async_policy.fully_async_main": "fully_async_ppo_trainer",

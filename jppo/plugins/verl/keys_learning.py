@@ -120,7 +120,7 @@ ALGORITHM = (
 )  # fmt: skip
 
 ACTOR = (
-    same("A.ppo_mini_batch_size", "actor.ppo_mini_batch_size", 256, "actor_minis",
+    same("A.ppo_mini_batch_size", "actor.ppo_mini_batch_size", 256, "minis",
       "verl counts prompts, jppo responses: times rollout.n, at most a whole batch"),
     same("A.ppo_max_token_len_per_gpu", "actor.max_tokens_per_device", 16384, "dynamic_tokens",
       "with use_dynamic_bsz; else the micro-batch in tokens of the longest prompt and response"),
@@ -167,7 +167,7 @@ CRITIC = (
     same("critic.model.path", "critic.path", convert="critic_model"),
     same("critic.model.lora_rank", "critic.lora_rank", 0, "critic_lora"),
     same("critic.model.lora_alpha", "critic.lora_alpha", 16, "critic_lora"),
-    same("critic.ppo_mini_batch_size", "critic.ppo_mini_batch_size", convert="times_n",
+    same("critic.ppo_mini_batch_size", "critic.ppo_mini_batch_size", convert="minis",
       why="the same; else the actor's"),
     *alike("critic", "critic", ppo_epochs="=A.ppo_epochs", shuffle="=A.shuffle", loss_agg_mode=None,
       loss_scale_factor=None, cliprange_value=0.5),

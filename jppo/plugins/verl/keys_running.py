@@ -108,8 +108,8 @@ ROLLOUT = (
       "TURNS.use_inference_chat_template TURNS.tokenization_sanity_check_mode"),
     *missing("rollout.n is the number of samples", "TURNS.num_repeat_rollouts", off=(1,)),
     *missing("a greedy rollout has nothing to learn from; leave it at True", "R.do_sample", off=(True,)),
-    *needless("it is how verl calls an engine; jppo's rollout.mode is whether samples may be older than the policy",
-      "R.mode"),
+    *missing("sync and async are how verl calls an engine; another mode is a rollout of the checkout's own", "R.mode",
+      off=("sync", "async")),
     *needless("rollout and trainer log-probs are always compared", "R.calculate_log_probs"),
     *needless(_ENGINE,
       "R.max_num_batched_tokens R.swap_space R.enable_prefix_caching R.cudagraph_capture_sizes R.scheduling_policy"

@@ -2,13 +2,16 @@
 
 import dataclasses
 import fractions
+import pathlib
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jppo.errors import UserError
-from jppo.plugins.verl.compose import main_of, read_file, verl_of
+from jppo.plugins.verl.compose import TUNING, main_of, read_file, verl_of
+from jppo.plugins.verl.derived import training_engine
 from jppo.plugins.verl.name import GetKey, key_of
+from jppo.plugins.verl.own_code import changed_functions
 
 # What older versions lack: by its name an expression that the sources of newer ones have, and the first version.
 _FEATURES = {
@@ -19,6 +22,7 @@ _FEATURES = {
     "sampled tests": (r"val_kwargs", (0, 3)),
     "mini-batches of prompts": (r"actor\.ppo_mini_batch_size \*= self\.config\.rollout\.n\b|rollout_n\b", (0, 2)),
     "critic's of prompts": (r"rollout_n\b", (0, 4)),
+    "half of the squares": (r"vf_loss = 0\.5 \*", (0, 0)),  # 0.4.0 alone lacks it
     "warm-up from 1": (r"critic_warmup <= self\.global_steps|rollout_n\b", (0, 2)),
 }
 GROUPS = (key_of("R.n_agent"), "data.n_samples", "agent_grpo.n")  # forks' numbers of samples, beside rollout.n
@@ -30,6 +34,7 @@ _NEW = re.compile(  # keys that verl 0.3 does not have
     r"|reward\.|ray_(init|kwargs)|model_engine|async_training|distillation|global_profiler|data\.(custom_cls|reward_fn_key)"
     r"|reward_model\.(launch|sandbox|overlong|reward_kwargs)|actor_rollout_ref\.\w+\.(\w+\.)?(offload_policy|model_dtype)"
 )
+_COMMENT = re.compile(r"(?m)^[ \t]*#.*$")
 _NO_DUAL_CLIP = 10000.0  # a ratio that no token reaches
 
 
@@ -42,6 +47,9 @@ class Version:
     known: bool = True
     greedy: bool = False  # tests are greedy without do_sample
     subtracts_kl: bool = False
+    rewards_kl: bool = True  # the trainer calls apply_kl_penalty
+    filters: bool = True  # the data set leaves out long prompts
+    code: pathlib.Path | None = None  # verl/ of the checkout
 
 
 def find_version(given: str, main: str, words: Iterable[str], root: str, folder: str) -> Version:
@@ -51,15 +59,23 @@ def find_version(given: str, main: str, words: Iterable[str], root: str, folder:
             raise UserError(f"--verl={given}: no version; give one as in --verl=0.2")
         number = tuple(int(part or 0) for part in match.groups())
         lacks = frozenset(name for name, (_, first) in _FEATURES.items() if number < first)
+        lacks |= {"half of the squares"} if number == (0, 4, 0) else set()
         return Version(lacks, f"verl {given}", greedy=number < (0, 7))
     if not main:
         return Version()
     if verl := verl_of(root, folder):
         files = [file for part in ("trainer", "workers", "utils") for file in sorted((verl / part).rglob("*.py"))]
-        text = "\n".join(read_file(file) for file in files)
+        text = _COMMENT.sub("", "\n".join(map(read_file, files)))
         lacks = frozenset(name for name, (words_of, _) in _FEATURES.items() if not re.search(words_of, text))
         greedy = re.search(r"if not do_sample", text) is not None
-        return Version(lacks, str(verl), True, greedy, bool(re.search(r"policy_loss = policy_loss - kl_loss", text)))
+        subtracts = re.search(r"policy_loss = policy_loss - kl_loss", text) is not None
+        rewards = re.search(r"(?<!def )\bapply_kl_penalty\(", text) is not None
+        megatron = verl / "trainer/config/ppo_megatron_trainer.yaml"
+        if megatron.is_file() and not re.search("gradient_checkpointing|hf_model", read_file(megatron)):
+            lacks |= {"megatron's checkpointing"}
+        dataset = verl / "utils/dataset/rl_dataset.py"
+        filters = not dataset.is_file() or "<= self.max_prompt_length" in _COMMENT.sub("", read_file(dataset))
+        return Version(lacks, str(verl), True, greedy, subtracts, rewards, filters, verl)
     newer = main.startswith("recipe.") or any(_NEW.match(word) for word in words)
     return Version(known=newer)
 
@@ -83,17 +99,32 @@ def modernize(values: dict[str, Any], get: GetKey, version: Version) -> Iterator
     if group != samples:
         values[key_of("R.n")] = group
     if "kl in reward" in lacks:
-        in_reward = values["algorithm.use_kl_in_reward"] = not get("A.use_kl_loss")
+        loss = bool(get("A.use_kl_loss"))
+        values["algorithm.use_kl_in_reward"] = version.rewards_kl and not loss
         values.setdefault(key_of("A.entropy_coeff"), 0.001)
-        yield f"{old}the KL is in the {'reward' if in_reward else 'loss alone'}, as use_kl_loss={not in_reward} says"
+        place = "the loss alone" if loss else "the reward"
+        yield (
+            f"{old}the KL is in {place}, as use_kl_loss={loss} says"
+            if loss or version.rewards_kl
+            else (f"{old}the KL is nowhere: its trainer does not call apply_kl_penalty")
+        )
     if "two clips" in lacks:
         for end in ("low", "high"):
             values[key_of(f"A.clip_ratio_{end}")] = get("A.clip_ratio")
+    for end in ("low", "high"):
+        if isinstance(ratio := get(f"A.clip_ratio_{end}"), int | float) and ratio < 0:  # of forks: clip_ratio's
+            values[key_of(f"A.clip_ratio_{end}")] = get("A.clip_ratio")
+    if "half of the squares" in lacks and get("algorithm.adv_estimator") == "gae":
+        values["critic.optim.clip_grad"] = get("critic.optim.clip_grad") / 2
+        yield f"{old}the critic's loss is twice jppo's, so critic.grad_clip is half of verl's"
+    if "megatron's checkpointing" in lacks and training_engine(get) == "megatron":
+        values[key_of("M.enable_gradient_checkpointing")] = False
     if "dual clip" in lacks:
         values[key_of("A.clip_ratio_c")] = _NO_DUAL_CLIP
     if "optional filter" in lacks:
-        values["data.filter_overlong_prompts"] = True
-        yield f"{old}prompts above data.max_prompt_length are left out"
+        values["data.filter_overlong_prompts"] = version.filters
+        if version.filters:
+            yield f"{old}prompts above data.max_prompt_length are left out"
     if "sampled tests" in lacks or (version.greedy and not get("VAL.do_sample") and get("R.mode") != "async"):
         if get("VAL.temperature"):
             yield f"{old}tests are greedy"
@@ -116,6 +147,11 @@ def faults(get: GetKey, version: Version, main: str) -> Iterator[tuple[str, str]
         )
     if main_of(main).startswith("trainer.") and not re.search(r"(^|\.)verl\.trainer\.", main):
         yield main, "a trainer of another package than verl; its own code is not translated"
+    if version.code:
+        for name, place in changed_functions(version.code, get, tuning=main_of(main) in TUNING):
+            yield name, f"changed in {place}; no key says how, and jppo has verl's"
+    if not version.rewards_kl and not version.lacks and get("algorithm.use_kl_in_reward"):
+        yield "algorithm.use_kl_in_reward", f"the trainer in {version.source} does not call apply_kl_penalty"
     if version.subtracts_kl and get("A.use_kl_loss"):
         yield key_of("A.use_kl_loss"), f"the loss in {version.source} subtracts the KL, and jppo adds it"
 

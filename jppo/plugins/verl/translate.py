@@ -380,7 +380,7 @@ def translate_tuning(
     defaults = _DEFAULTS + (_OLD if is_older else _NEW) + ("" if chats else _PAIRS)
     defaults += "".join(text for choice, text in _OF_CHOICE.items() if choice in words)
     default = lengths + [word for word in defaults.split() if word.partition("=")[0] not in given_values]
-    known = older.Version() if version else None
+    known = older.Version(code=version.code) if version else None
     translation = translate([*default, *words], main=main, root=root, folder=folder, rename=rename_key, version=known)
     names = table.by_name(sft_default())
     values = {_sft_name(name): value for name, value in translation.settings.items()}

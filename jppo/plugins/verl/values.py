@@ -160,6 +160,7 @@ def interval(value: int | None, get: GetKey) -> int:
     """Converts an interval in verl's updates to steps of jppo's; -1 is none."""
     if value is None or isinstance(value, str) or value <= 0:
         return -1
+    value = min(value, 2**31 - 1)
     return max(1, value // (1 if derived.fully_async(get) else derived.publish_interval(get)))
 
 
@@ -374,8 +375,7 @@ CONVERSIONS: dict[str, Callable[[Any, GetKey], Any]] = {
     "shared_prompts": lambda value, _: "prefix" if value else "auto",
     "remat": lambda value, _: "full" if value else "none",
     "sleep": lambda value, _: 2 if value else 0,
-    "times_n": lambda value, get: int(needed(value) * get("R.n")),
-    "actor_minis": lambda value, get: min(int(needed(value) * get("R.n")), derived.batch(get) * get("R.n")),
+    "minis": lambda value, get: min(int(needed(value) * get("R.n")), derived.batch(get) * get("R.n")),
     "token_level": lambda value, _: "token-mean" if value else "seq-mean-token-mean",
     "group_size": lambda value, get: get("R.n"),
     "critic_warmup": lambda value, _: max(0, value - 1),

@@ -6,6 +6,8 @@ The checkouts are a few lines of verl 0.1's and 0.3's trainers each; settings ar
 import os
 import pathlib
 import shlex
+import subprocess
+import sys
 import time
 
 import pytest
@@ -13,10 +15,12 @@ import pytest
 from jppo import from_verl, settings
 from jppo.errors import UserError
 from jppo.plugins.sandbox import choice
+from jppo.plugins.verl import own_code
 from jppo.plugins.verl.compose import Config, read_file
+from jppo.plugins.verl.own_code import fingerprints
 from jppo.plugins.verl.translate import translate
 from jppo.settings import table
-from tests.make import one_line
+from tests.make import ROOT, one_line
 
 PPO = "python3 -m verl.trainer.main_ppo"
 BASICS = "data.train_files=a data.val_files=b actor_rollout_ref.model.path=m trainer.logger=console"
@@ -29,11 +33,11 @@ algorithm: {adv_estimator: grpo}
 trainer: {total_epochs: 3, default_local_dir: 'checkpoints/${trainer.project_name}/${trainer.experiment_name}'}
 """
 TRAINER = """
-    'do_sample': False,
-    if not self.config.actor_rollout_ref.actor.use_kl_loss: batch = apply_kl_penalty(batch)
-    if self.config.trainer.critic_warmup <= self.global_steps: pass
+meta_info = {'do_sample': False}
+if not self.config.actor_rollout_ref.actor.use_kl_loss: batch = apply_kl_penalty(batch)
+if self.config.trainer.critic_warmup <= self.global_steps: pass
 """
-WORKERS = "            self.config.actor.ppo_mini_batch_size *= self.config.rollout.n\n"
+WORKERS = "self.config.actor.ppo_mini_batch_size *= self.config.rollout.n\n"
 confined = pytest.mark.skipif(bool(choice.lacks(choice.probe())), reason="this machine cannot confine a script")
 
 
@@ -86,7 +90,9 @@ def test_the_yaml_of_a_checkout_counts(checkout):
 @confined
 def test_the_trainer_names_its_yaml(checkout, tmp_path):
     checkout("")
-    (tmp_path / "verl/trainer/main_ppo.py").write_text("@hydra.main(config_path='config', config_name='mine')\n")
+    (tmp_path / "verl/trainer/main_ppo.py").write_text(
+        "@hydra.main(config_path='config', config_name='mine')\ndef main(config): ...\n"
+    )
     (tmp_path / "verl/trainer/config/mine.yaml").write_text(
         "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {rollout: {n: 6}, actor: {use_token_level_loss: False}}"
     )
@@ -113,7 +119,8 @@ def test_names_mean_what_they_meant_before_0_3(checkout, use_kl_loss):
 
 @confined
 def test_a_newer_checkout_keeps_the_meaning_of_today(checkout):
-    newer = "use_kl_in_reward clip_ratio_low clip_ratio_c filter_overlong_prompts val_kwargs rollout_n"
+    newer = "use_kl_in_reward, clip_ratio_low, clip_ratio_c, filter_overlong_prompts, val_kwargs, rollout_n\n"
+    newer += "vf_loss = 0.5 * squares; batch = apply_kl_penalty(batch)"
     config, missing, changes = checkout("actor_rollout_ref.rollout.n=2", trainer=newer)
     assert missing == changes == [] and not config["algorithm.use_kl_in_reward"]
     assert (config["actor.clip_ratio_low"], config["actor.clip_ratio_c"]) == (0.2, 3.0)
@@ -124,6 +131,89 @@ def test_a_newer_checkout_keeps_the_meaning_of_today(checkout):
     assert checkout(tests, trainer=greedy)[0]["rollout.val_kwargs.temperature"] == 0
     sampled = f"{tests} actor_rollout_ref.rollout.val_kwargs.do_sample=True"
     assert checkout(sampled, trainer=greedy)[0]["rollout.val_kwargs.temperature"] == 0.6
+
+
+@confined
+def test_code_that_a_fork_has_commented_out_has_no_meaning(checkout, tmp_path):
+    quiet = "\n".join(f"#{line}" if "apply_kl" in line else line for line in TRAINER.splitlines())
+    config, missing, changes = checkout("", trainer=quiet)
+    assert missing == [] and not config["algorithm.use_kl_in_reward"] and "the KL is nowhere" in changes[0]
+    assert config["data.filter_overlong_prompts"]
+    path = tmp_path / "verl/utils/dataset/rl_dataset.py"
+    path.parent.mkdir(parents=True)
+    for line, filters in (("if len(ids) <= self.max_prompt_length: ...", True), ("# <= self.max_prompt_length", False)):
+        path.write_text(line)
+        config, _, changes = checkout("")
+        assert config["data.filter_overlong_prompts"] == filters == any("are left out" in one for one in changes)
+
+
+@confined
+def test_the_critics_loss_of_0_4_0_is_twice_that_of_others(checkout):
+    for loss, clip in (("vf_loss = 0.5 * agg_loss(squares)", 3.0), ("vf_loss = agg_loss(squares)", 1.5)):
+        words = "algorithm.adv_estimator=gae critic.grad_clip=3"
+        assert checkout(words, workers=f"{WORKERS}{loss}\n")[0]["critic.grad_clip"] == clip
+    for verl, clip in (("0.3", 1.0), ("0.4.0", 0.5), ("0.4.1", 1.0)):
+        pathlib.Path("verl/trainer/ppo/ray_trainer.py").unlink(missing_ok=True)
+        assert translated(f"{PPO} {BASICS} algorithm.adv_estimator=gae", verl)[0]["critic.grad_clip"] == clip
+
+
+@confined
+def test_functions_that_a_fork_changes_are_named(checkout, tmp_path, monkeypatch):
+    """Not those of another estimator, and not for comments, blanks or the form of a call."""
+    body = '"""Says what it does."""\n    return agg_loss(\n        scores - baseline,  # GRPO\n    )\n'
+    source = "def compute_{}_outcome_advantage(scores, baseline):\n    {}"
+    names = ("grpo", "rloo")
+    known = fingerprints("".join(source.format(name, body) for name in names), r"compute_\w+")
+    known = {f"core_algos.{name}": f"000000 {fingerprint}" for name, (_, fingerprint) in known.items()}
+    monkeypatch.setattr(own_code, "KNOWN", known)
+    path = tmp_path / "verl/trainer/ppo/core_algos.py"
+    checkout("")
+    for text, missing in (
+        (body, []),
+        ("return agg_loss(scores-baseline)\n", []),
+        (body.replace("-", "+"), [f"compute_grpo_outcome_advantage: changed in {path}:2"]),
+        (body.replace(")", "]"), [f"core_algos: changed in {path}: not Python"]),
+    ):
+        path.write_text("\n" + source.format("grpo", text) + source.format("rloo", "return 0\n"))
+        said = checkout("")[1]
+        assert len(said) == len(missing) and all(
+            one.startswith(start) for one, start in zip(said, missing, strict=True)
+        )
+
+
+def test_the_table_of_verls_functions_is_made_from_its_history(tmp_path):
+    verl = tmp_path / "verl/trainer/ppo"
+    verl.mkdir(parents=True)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    sources = [f"def agg_loss(x):\n    return x {sign} 1\n" for sign in "+-"]
+    for source in sources:
+        (verl / "core_algos.py").write_text(source)
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    command = [sys.executable, str(ROOT / "scripts/verl_functions.py"), str(tmp_path)]
+    table: dict = {}
+    exec(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout, table)
+    (name, values), *others = table["KNOWN"].items()
+    assert name == "core_algos.agg_loss" and not others
+    assert {*values.split()} == {fingerprints(source, "agg_loss")["agg_loss"][1] for source in sources}
+    assert len(own_code.KNOWN["core_algos.compute_policy_loss"].split()) == 10  # counted in verl's history by hand
+
+
+@confined
+def test_small_names_of_forks(checkout):
+    """Negative clips are clip_ratio's; rollouts; a critic's mini-batch above the batch; a late test; DAPO."""
+    yaml = YAML.replace("clip_ratio: 0.3", "clip_ratio: 0.3, clip_ratio_low: -1, clip_ratio_high: -1")
+    config, missing, _ = checkout("trainer.test_freq=10000000000000", yaml=yaml)
+    assert (config["actor.clip_ratio_low"], config["actor.clip_ratio_high"], missing) == (0.3, 0.3, [])
+    assert config["trainer.test_freq"] == 2**31 - 1
+    assert checkout("+actor_rollout_ref.rollout.mode=async")[1] == []
+    (line,) = checkout("+actor_rollout_ref.rollout.mode=sync_with_tool")[1]
+    assert "a rollout of the checkout's own" in line
+    words = "algorithm.adv_estimator=gae data.train_batch_size=16 critic.ppo_mini_batch_size=32"
+    assert checkout(words)[0]["critic.ppo_mini_batch_size"] == 16
+    main = "python3 -m recipe.dapo.src.main_dapo"
+    assert checkout("", main=main)[0]["trainer.project_name"] == "verl-dapo"
 
 
 @confined
