@@ -158,8 +158,8 @@ COMMON = {
     "actor.lr_warmup_steps": 0,
     "critic.lr": 1e-3,
     "trainer.save_freq": -1,
-    "trainer.total_training_steps": 12,
-    "trainer.test_freq": 12,
+    "trainer.total_training_steps": 24,  # the rate falls to 0 over them
+    "trainer.test_freq": 24,
 }
 SHORT = {"data.max_prompt_length": 6, "data.max_response_length": 26}
 PROGRAM = SHORT | {"rollout.agent_format": "plain", "rollout.agent_concurrency": 16}
@@ -178,8 +178,6 @@ LATE = PROGRAM | {
     "algorithm.old_logprob": "correction",
     "algorithm.rollout_is": "token",
     "actor.lr": 5e-4,
-    "trainer.total_training_steps": 24,
-    "trainer.test_freq": 24,
 }
 TEMPLATED = TOOL | {
     "data.max_prompt_length": 340,
@@ -227,8 +225,6 @@ MODES = {
             f"{_TURNS}.environment": f"{REWARDS}:Successors",
             "data.max_prompt_length": 2,
             "data.max_response_length": 20,
-            "trainer.total_training_steps": 24,
-            "trainer.test_freq": 24,
         },
     ),
     "user": Mode(
@@ -239,8 +235,6 @@ MODES = {
             "data.max_prompt_length": 4,
             "data.max_response_length": 44,
             "reward.weights": "interaction_score=1,rule_score=0",
-            "trainer.total_training_steps": 24,
-            "trainer.test_freq": 24,
         },
     ),
 }
