@@ -50,7 +50,7 @@ def changed_functions(verl: pathlib.Path, get: GetKey, *, tuning: bool) -> Itera
         for name, (line, fingerprint) in found.items():
             known = KNOWN.get(f"{path.stem}.{name}", "")
             if known and fingerprint not in known.split() and _is_used(f"{path.stem}.{name}", get, tuning):
-                yield name, f"{path}:{line}"
+                yield f"{path.stem}.{name}", f"{path}:{line}"
 
 
 def fingerprints(source: str, names: str) -> Mapping[str, tuple[int, str]]:

@@ -171,7 +171,7 @@ def test_functions_that_a_fork_changes_are_named(checkout, tmp_path, monkeypatch
     for text, missing in (
         (body, []),
         ("return agg_loss(scores-baseline)\n", []),
-        (body.replace("-", "+"), [f"compute_grpo_outcome_advantage: changed in {path}:2"]),
+        (body.replace("-", "+"), [f"core_algos.compute_grpo_outcome_advantage: changed in {path}:2"]),
         (body.replace(")", "]"), [f"core_algos: changed in {path}: not Python"]),
     ):
         path.write_text("\n" + source.format("grpo", text) + source.format("rloo", "return 0\n"))
