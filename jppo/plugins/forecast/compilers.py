@@ -26,6 +26,7 @@ PACKAGES = {
     "gpu": ("jax-cuda13-plugin=={jax}", "jax-cuda13-pjrt=={jax}", f"nvidia-cudnn-cu13=={CUDNN}"),
     "tpu": ("libtpu",),
 }
+_EFFORT = "JAX_EXEC_TIME_OPTIMIZATION_EFFORT"  # JAX's; the TPU's compiler is known to crash at -1
 PLATFORM_VARIABLE = "JPPO_COMPILES_FOR"  # environment variable of such a process: its platform
 
 
@@ -108,6 +109,10 @@ def rerun_if_absent(machine: Machine, command: str, argv: Sequence[str]) -> None
         return
     env = require_compiler(machine)
     code = subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode
+    if code < 0 and code != -signal.SIGKILL and machine.chip.platform == "tpu" and _EFFORT not in env:
+        print("the compiler crashed; trying again with its whole search for fast code, in more time", file=sys.stderr)
+        env = env | {_EFFORT: "0.0"}
+        code = subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode
     if code == -signal.SIGKILL:
         raise UserError(
             f"--machine={machine.name}: the process of XLA's compiler was killed, as the kernel does where memory runs"
@@ -136,7 +141,8 @@ def devices_of(machine: Machine) -> list[Any]:
     else:
         assert isinstance(chip, Tpu)
         # Most TPU compile time is a search for fast code, which changes neither memory nor exchanges.
-        jax.config.update("jax_exec_time_optimization_effort", -1.0)
+        if _EFFORT not in os.environ:
+            jax.config.update("jax_exec_time_optimization_effort", -1.0)
         name, platform = f"{chip.topology}:{'x'.join(map(str, machine.shape))}", "tpu"
         options = {"num_slices": machine.groups} if machine.groups > 1 else {}
         if chip.kind == "TPU v4":  # two cores are one device, as on real ones

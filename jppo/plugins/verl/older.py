@@ -70,9 +70,9 @@ def find_version(given: str, main: str, words: Iterable[str], root: str, folder:
         greedy = re.search(r"if not do_sample", text) is not None
         subtracts = re.search(r"policy_loss = policy_loss - kl_loss", text) is not None
         rewards = re.search(r"(?<!def )\bapply_kl_penalty\(", text) is not None
-        megatron = verl / "trainer/config/ppo_megatron_trainer.yaml"
-        if megatron.is_file() and not re.search("gradient_checkpointing|hf_model", read_file(megatron)):
-            lacks |= {"megatron's checkpointing"}
+        config = verl / "trainer/config"
+        if (own := config / "ppo_megatron_trainer.yaml").is_file() and not (config / "model").is_dir():
+            lacks |= {"megatron's checkpointing"} if "gradient_checkpointing" not in read_file(own) else set()
         dataset = verl / "utils/dataset/rl_dataset.py"
         filters = not dataset.is_file() or "<= self.max_prompt_length" in _COMMENT.sub("", read_file(dataset))
         return Version(lacks, str(verl), True, greedy, subtracts, rewards, filters, verl)
