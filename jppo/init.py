@@ -43,6 +43,7 @@ PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")  # 
 # Columns that may have the ground truth of a custom reward function, tried in order.
 TRUTH_COLUMNS = ("answer", "solution", "expected", "label", "target", "output", "response", "completion")
 SECTIONS = ("model", "data", "reward", "algorithm", "actor", "critic", "rollout", "trainer")  # in the file's order
+SLOW_ON_CPU = 5e7  # parameters; a step of 32 responses takes a minute there
 STEPS = 100
 GROUP = 8  # responses to a prompt, for GRPO
 MIN_MEASURED = 32  # tokens; shorter answers in the data do not tell how long responses will be
@@ -147,9 +148,10 @@ def size_choices(
 ) -> Iterator[Proposal]:
     """Yields the algorithm with its batch sizes, the length of the run and learning rates."""
     group = 1 if algorithm == "ppo" else GROUP
-    batch = min((32 if backend == "cpu" else 256) // group, 1 << (count.bit_length() - 1))
+    of_cpu = 16 if parameters > SLOW_ON_CPU and algorithm == "ppo" else 32
+    batch = min((of_cpu if backend == "cpu" else 256) // group, 1 << (count.bit_length() - 1))
     epochs, responses = -(-STEPS // (count // batch)), batch * group
-    mini = max(1, responses // 4)
+    mini = max(min(8, responses), responses // 4)
     actor, critic = next((actor, critic) for max_parameters, actor, critic in RATES if parameters <= max_parameters)
     if algorithm == "grpo":
         yield Proposal("algorithm.adv_estimator", "grpo", "compares the responses to a prompt; there is no critic")

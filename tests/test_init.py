@@ -53,6 +53,14 @@ def test_the_config_of_50_rows_is_lawful_and_explains_itself(folder, capsys):
     assert "config.py is there already" in one_line(capsys, init.main, "rows.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("parameters", "algorithm", "sizes"), [(135e6, "ppo", (16, 8)), (1e6, "ppo", (32, 8)), (135e6, "grpo", (4, 8))]
+)
+def test_a_step_on_a_cpu_is_short(parameters, algorithm, sizes):
+    values = {choice.name: choice.value for choice in init.size_choices(50, "cpu", parameters, algorithm)}
+    assert (values["data.train_batch_size"], values["actor.ppo_mini_batch_size"]) == sizes
+
+
 def test_answers_of_the_data_give_the_length_of_a_response(folder):
     write_rows(folder / "rows.jsonl", *({"question": "1+1=", "answer": "1" * 20} for _ in range(5)))
     write_rows(folder / "test.jsonl", {"question": "2+2="})
@@ -61,7 +69,7 @@ def test_answers_of_the_data_give_the_length_of_a_response(folder):
     assert found["data.max_response_length"] == 32 and found["data.prompt_key"] == "question"  # 20 * 3 / 2, of 8
     assert found["data.ground_truth_key"] == "ground_truth"  # the test has no other column in its place
     assert found["data.val_files"] == "test.jsonl" and found["data.val_max_samples"] == -1
-    assert (found["data.train_batch_size"], found["actor.ppo_mini_batch_size"]) == (4, 1)
+    assert (found["data.train_batch_size"], found["actor.ppo_mini_batch_size"]) == (4, 4)
 
 
 @pytest.mark.parametrize("column", ["answer", "expected"])
