@@ -70,7 +70,7 @@ def find_version(given: str, main: str, words: Iterable[str], root: str, folder:
         greedy = re.search(r"if not do_sample", text) is not None
         subtracts = re.search(r"policy_loss = policy_loss - kl_loss", text) is not None
         rewards = re.search(r"(?<!def )\bapply_kl_penalty\(", text) is not None
-        config = verl / "trainer/config"
+        config = verl / "trainer" / "config"
         if (own := config / "ppo_megatron_trainer.yaml").is_file() and not (config / "model").is_dir():
             lacks |= {"megatron's checkpointing"} if "gradient_checkpointing" not in read_file(own) else set()
         dataset = verl / "utils/dataset/rl_dataset.py"
