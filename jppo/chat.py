@@ -57,6 +57,8 @@ class ChatModel:
 def load_model(args: argparse.Namespace) -> ChatModel:
     """Reads a model and makes its sampling functions, which compile on first use."""
     args.model = hf.final_model(args.model)
+    if sys.stderr.isatty():
+        tell(f"loading {args.model}")
     if (pathlib.Path(args.model) / "adapter_config.json").is_file():
         raise UserError(f"{args.model} has only adapters; export the run with --merge_lora, and use that directory")
     _, cfg = hf.read_config(args.model, longest=args.context)

@@ -15,6 +15,7 @@ import itertools
 import os
 import pathlib
 import runpy
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -31,6 +32,7 @@ from jppo.models.config import ModelConfig
 from jppo.preflight import memory
 from jppo.preflight.accelerators import NvidiaGpu, cuda_fault, gpus
 from jppo.preflight.finding import GIB
+from jppo.registry import did_you_mean
 from jppo.rewards.graders import FunctionPart, grader_of
 from jppo.rewards.pool import Pool
 from jppo.rollout.vllm.arguments import check_vllm, torch_cuda
@@ -106,6 +108,16 @@ def file_choices(files: str, val: str, sources: Sequence[Source]) -> Iterator[Pr
     else:
         yield Proposal("data.val_files", files, "the training prompts: --val gives held-out ones")
         yield Proposal("data.val_max_samples", min(TESTED, count), "prompts of a test")
+
+
+def check_names(args: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Raises UserError for a column that the options name and the data lacks."""
+    names = [*map(str, rows[0].columns)]
+    for option, key in (("--prompt_key", args.prompt_key), ("--truth_key", args.truth_key)):
+        if key and key.partition(".")[0] not in names and key not in names:
+            raise UserError(
+                f"{option}={key} is no column of {args.data}, which has {', '.join(names)}{did_you_mean(key, names)}"
+            )
 
 
 def column_choices(args: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Proposal]:
@@ -246,7 +258,7 @@ def render(choices: Sequence[Proposal], title: str, out: pathlib.Path) -> str:
     lines = [
         f'"""{title}; written by jppo.init, to be changed as you like.',
         "",
-        f"    python -m jppo.train --config={out}",
+        f"    python -m jppo.train --config={shlex.quote(str(out))}",
         '"""',
         "",
         "from jppo import settings",
@@ -277,6 +289,7 @@ def _choose_settings(args: argparse.Namespace) -> list[Proposal]:
     _say(f"reading {args.data}")
     sources = read_sources(args.data, "DATA")
     rows = [row for source in sources for row in source.rows]
+    check_names(args, rows)
     _say(f"reading config and tokenizer of {args.model}")
     _, cfg = hf.read_config(args.model, longest=1)
     columns = [*column_choices(args, rows)]
@@ -346,10 +359,10 @@ def main(argv: list[str] | None = None) -> None:
     reasons = {proposal.name: proposal for proposal in choices}
     if NO_TRUTH in (reward := reasons.get("reward.function", choices[0]).reason):
         print(escaped(f"Note: reward.function {reward.partition('; ')[2]}\n"))
-    folder = reasons["trainer.run_dir"].value
+    folder, config = shlex.quote(str(reasons["trainer.run_dir"].value)), shlex.quote(str(out))
     print(f"{out} is written. Check the reward, train, test the model and chat with it:\n")
-    print(f"  python -m jppo.rewards.check --config={out}\n  python -m jppo.train --config={out}")
-    print(f"  python -m jppo.evaluate --config={out} --model={folder}\n  python -m jppo.chat {folder}")
+    print(f"  python -m jppo.rewards.check --config={config}\n  python -m jppo.train --config={config}")
+    print(f"  python -m jppo.evaluate --config={config} --model={folder}\n  python -m jppo.chat {folder}")
 
 
 if __name__ == "__main__":

@@ -152,8 +152,8 @@ def test_rows_with_a_rule_need_no_reward(folder):
         ([{"text": "1"}], [], "has no column of prompts among text with a usual name; name it by --prompt_key"),
         (
             [{"prompt": "1"}],
-            ["--prompt_key=ask", "--reward=reward.py"],
-            "line 1 has no 'ask', which data.prompt_key names",
+            ["--prompt_key=Prompt", "--reward=reward.py"],
+            "--prompt_key=Prompt is no column of rows.jsonl, which has prompt; did you mean 'prompt'?",
         ),
         (
             [{"prompt": "1", "data_source": "exact", "right": "1"}],

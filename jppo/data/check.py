@@ -205,18 +205,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokenizer", default="", help="the model's HF directory; without it lengths are in characters"
     )
-    parser.add_argument("--max-prompt-length", type=int, help="tokens; counts the prompts that are longer")
-    parser.add_argument("--prompt-role", default="", help="as data.prompt_role")
-    parser.add_argument("--system-prompt", default="", help="as data.system_prompt")
-    parser.add_argument("--custom-cls", default="", help="as data.custom_cls")
+    parser.add_argument("--max_prompt_length", type=int, help="tokens; counts the prompts that are longer")
+    parser.add_argument("--prompt_key", default="prompt", help="column of the prompts")
+    parser.add_argument("--truth_key", default="ground_truth", help="column of the ground truth")
+    parser.add_argument("--prompt_role", default="", help="as data.prompt_role")
+    parser.add_argument("--system_prompt", default="", help="as data.system_prompt")
+    parser.add_argument("--custom_cls", default="", help="as data.custom_cls")
     args = parser.parse_args(argv)
     from jppo.rewards.graders import refusal
 
     if args.max_prompt_length is not None and not args.tokenizer:
-        raise UserError(f"--max-prompt-length={args.max_prompt_length} is in tokens; give --tokenizer to count them")
+        raise UserError(f"--max_prompt_length={args.max_prompt_length} is in tokens; give --tokenizer to count them")
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     names = ("prompt_role", "system_prompt", "custom_cls")
-    options = dict[str, Any](tokenizer=tokenizer) | {name: getattr(args, name) for name in names}
+    columns = {"prompt": args.prompt_key, "ground_truth": args.truth_key}
+    options = dict[str, Any](tokenizer=tokenizer, columns=columns) | {name: getattr(args, name) for name in names}
     train = read_set(",".join(args.files), "FILES", **options)
     val = read_set(args.val, "--val", **options) if args.val else None
     checks = dict[str, Any](max_prompt_length=args.max_prompt_length, graders=_graders(train, val), refuse=refusal)

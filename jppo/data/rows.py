@@ -188,19 +188,29 @@ def _parse_json(data: bytes, place: str) -> Any:
 
 
 def _read_csv(path: pathlib.Path) -> list[Row]:
-    """Reads comma-separated values below a line of column names; all values are text."""
+    """Reads texts below a line of column names, separated by commas, else by semicolons or tabs."""
     rows: list[Row] = []
+    lines: Any = None
     try:
-        lines = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline=""), strict=True)
+        text = path.read_text(encoding="utf-8-sig")
+        separator = next((mark for mark in ",;\t" if mark in text.partition("\n")[0]), ",")
+        lines = csv.DictReader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
+        names = [*(lines.fieldnames or ())]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(f"{path}, line 1 names the column {twice!r} twice; rename or remove one")
         for columns in lines:
             rows.append(Row(str(path), lines.line_num, columns, "line"))
             if None in columns or None in columns.values():
-                names = ", ".join(lines.fieldnames or ())
-                raise UserError(f"{rows[-1].place} has not the columns {names}; quote values that have commas")
+                raise UserError(
+                    f"{rows[-1].place} has not the columns {', '.join(names)}; quote values that have {separator!r}"
+                )
+            if [*columns.values()] == names:
+                raise UserError(f"{rows[-1].place} repeats the names of the columns; remove the line")
     except UnicodeDecodeError as e:
         raise UserError(f"{path} is not UTF-8 ({e.reason} at byte {e.start}); convert the file to UTF-8") from e
     except csv.Error as e:
-        raise UserError(f"{path} is not CSV after row {len(rows)}: {e}; close the quotes") from e
+        line = lines.line_num if lines is not None else 1
+        raise UserError(f"{path}, line {line} is not CSV: {e}; quotes must open and close a whole value") from e
     return rows
 
 
@@ -268,6 +278,8 @@ def read_sources(
         read_entry = functools.partial(_custom_rows, resolve(custom_cls, "data.custom_cls"), custom_cls, tokenizer)
         readers = [(functools.partial(read_entry, entry), pathlib.PurePath(entry).stem) for entry in entry_list]
     else:
+        if len(entry_list) > 1 and expanded(entries).is_file():
+            raise UserError(f"{setting}: commas separate sources; rename {entries}, which has one in its name")
         readers = [_make_reader(entry, setting) for entry in entry_list]  # checks that all exist before reading one
     stems = [name for _, name in readers]
     names = [name if stems.count(name) == 1 else entry for name, entry in zip(stems, entry_list, strict=True)]

@@ -84,7 +84,7 @@ def check_sources(reward_sum: RewardSum, prompts: Sequence[Prompt]) -> list[Sour
     checks = []
     for source in sorted({prompt.data_source for prompt in prompts}):
         start = time.monotonic()
-        check = _check(reward_sum, [p for p in prompts if p.data_source == source][:_ROWS])
+        check = _check(reward_sum, [p for p in prompts if p.data_source == source])
         seconds = time.monotonic() - start
         cost = f", {seconds:.1f} s for {check.graded} responses" if seconds >= SLOW_S else ""
         checks.append(dataclasses.replace(check, cost=cost))
@@ -100,9 +100,11 @@ def solutions(prompt: Prompt) -> list[str]:
 
 def _check(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
     """Checks one source with the form of its answers that scores highest, because the format is up to the rule."""
+    answered = [prompt for prompt in prompts if solutions(prompt)]
+    if not answered:
+        return _check_without_answers(reward_sum, prompts[:_ROWS])
+    without, prompts = len(prompts) - len(answered), answered[:_ROWS]
     solutions_of = [solutions(prompt) for prompt in prompts]
-    if not all(solutions_of):
-        return _check_without_answers(reward_sum, prompts)
     truths = [prompt.ground_truth or texts[0] for prompt, texts in zip(prompts, solutions_of, strict=True)]
     # The first row with another truth; None if all are equal.
     other_rows = [next((j for j, other in enumerate(truths) if other != truth), None) for truth in truths]
@@ -124,7 +126,7 @@ def _check(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
         wrong=_mean_score(wrong_rewards),
         errors=errors,
         example=best_answers[0],
-        no_truth=_no_truth(prompts),
+        no_truth=f"{without} other rows have no answer" if without else _no_truth(prompts),
     )
 
 
@@ -142,7 +144,7 @@ def _check_without_answers(reward_sum: RewardSum, prompts: list[Prompt]) -> Sour
 
 def _no_truth(prompts: Sequence[Prompt]) -> str:
     """Returns the warning that no row has a ground truth, with columns that could be it; '' without such a column."""
-    columns = sorted({name for prompt in prompts for name in prompt.extra})
+    columns = sorted({name for prompt in prompts for name, value in prompt.extra.items() if value not in (None, "")})
     if not columns or any(prompt.ground_truth for prompt in prompts):
         return ""
     return f"{NO_TRUTH}, perhaps {' or '.join(map(repr, columns))}"

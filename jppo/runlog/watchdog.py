@@ -2,7 +2,7 @@
 
 A signal raises `Stopped` at once in a stage that only waits, whose work the resumed run repeats; in any other stage the
 step is finished first. The handler of `Stopped` saves. A run that has not ended `stop_timeout_s` later is ended by
-force, without a new checkpoint.
+force, without a new checkpoint, except after Ctrl-C, of which a second one does not wait.
 
 Python drops an exception that is raised in `__del__`, a callback of the garbage collector or a callback from C, and
 code may catch every exception. A signal may arrive there. `Stopped` is therefore raised again, every `AGAIN_S`, until
@@ -104,7 +104,8 @@ class Watch:
         """Records the first reason for a stop, and by when the run has to end."""
         if self._stop is None:
             self._stop = stopped
-            self._deadline = time.monotonic() + self._stop_timeout_s
+            if stopped.status != INTERRUPTED:  # after Ctrl-C a person decides, by a second one
+                self._deadline = time.monotonic() + self._stop_timeout_s
 
     def _watch(self) -> None:
         """Checks the stage's time and other hosts, repeats a stop's signal, and ends a late run; runs in a thread."""
@@ -123,6 +124,8 @@ class Watch:
                 announced = True
                 if not self._stop.heard:
                     self._hosts.tell(self._stop)
+                if self._stop.status == INTERRUPTED and stage not in WAITING:
+                    _print_error("stopping after this step, with a checkpoint; Ctrl-C again does not wait for it")
             if time.monotonic() > self._deadline:
                 _print_error(
                     f"the run did not end within trainer.stop_timeout_s={self._stop_timeout_s:g} in stage {stage}"

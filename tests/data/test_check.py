@@ -23,7 +23,7 @@ def test_findings_of_bad_data_are_warned_of(tmp_path, capsys, character_model):
     )  # fmt: skip
     val = write_rows(tmp_path / "val.jsonl", row("3+3="), row("4+4="))
     out = lines(
-        capsys, train, "--val", val, "--tokenizer", str(character_model), "--max-prompt-length", "5",
+        capsys, train, "--val", val, "--tokenizer", str(character_model), "--max_prompt_length", "5",
     )  # fmt: skip
     assert out[0] == "training set: 5 rows"
     assert out[1:7] == [
@@ -62,8 +62,8 @@ def test_the_first_prompt_of_gsm8k_as_the_model_sees_it(shared, capsys):
         capsys,
         str(shared / "data/gsm8k-verl/train.parquet"),
         "--tokenizer", str(shared / "tokenizers/qwen2.5"),
-        "--max-prompt-length", "255",
-        "--system-prompt", "Add up.",
+        "--max_prompt_length", "255",
+        "--system_prompt", "Add up.",
     )  # fmt: skip
     assert "OK    source      openai/gsm8k: 7473 rows, graded by gsm8k_strict" in out
     at = next(i for i, line in enumerate(out) if "the first prompt" in line)
@@ -90,10 +90,10 @@ def test_bars_count_every_value():
         ([row("1"), row(7)], [], "line 2: prompt is 7"),
         ([row("1"), row(CHAT)], [], "line 2: the prompt is in the form of chat messages"),
         ([row("1", [])], [], "line 1: ground_truth is []"),
-        ([row("1")], ["--max-prompt-length", "3"], "give --tokenizer"),
+        ([row("1")], ["--max_prompt_length", "3"], "give --tokenizer"),
         ([row("1")], ["--tokenizer", "/none"], "no directory /none"),
         ([row("1")], ["--val", "none.jsonl"], "--val: no file none.jsonl"),
-        ([row("1")], ["--system-prompt", "9"], "the prompt is text"),
+        ([row("1")], ["--system_prompt", "9"], "the prompt is text"),
     ],
 )
 def test_bad_input_is_exit_2(tmp_path, capsys, rows, args, said):

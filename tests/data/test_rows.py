@@ -266,9 +266,12 @@ def test_csv_has_quoted_values_and_all_are_text(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"a,b\n1,2\n1,2,3\n", "line 3 has not the columns a, b; quote values that have commas"),
+        (b"a,b\n1,2\n1,2,3\n", "line 3 has not the columns a, b; quote values that have ','"),
+        (b"a;b\n1;2;3\n", "line 2 has not the columns a, b; quote values that have ';'"),
+        (b"a,b,a\n1,2,3\n", "line 1 names the column 'a' twice; rename or remove one"),
+        (b"a,b\n1,2\na,b\n", "line 3 repeats the names of the columns; remove the line"),
         (b"a,b\n1\n", "line 2 has not the columns a, b"),
-        (b'a,b\n1,"2\n', "is not CSV after row 0: unexpected end of data"),
+        (b'a,b\n1,"2\n', "line 1 is not CSV: unexpected end of data; quotes must open and close a whole value"),
         (b"a\n\xff\n", "is not UTF-8"),
         (b"a,b\n", "has no rows"),
     ],
@@ -277,6 +280,19 @@ def test_csv_that_is_none_names_its_line(tmp_path, text, said):
     (tmp_path / "d.csv").write_bytes(text)
     with pytest.raises(UserError, match=said):
         read_rows(tmp_path / "d.csv")
+
+
+@pytest.mark.parametrize("mark", (";", "\t"))
+def test_csv_of_a_spreadsheet_has_semicolons_or_tabs(tmp_path, mark):
+    (tmp_path / "d.csv").write_bytes(f'\ufeffask{mark}answer\r\n"1,5{mark} 2"{mark}3,5\r\n'.encode())
+    (row,) = read_rows(tmp_path / "d.csv")
+    assert row.columns == {"ask": f"1,5{mark} 2", "answer": "3,5"}
+
+
+def test_a_comma_in_a_name_is_named(tmp_path):
+    (tmp_path / "a,b.csv").write_text("a\n1\n")
+    with pytest.raises(UserError, match=r"data\.train_files: commas separate sources; rename .*a,b\.csv"):
+        read_sources(str(tmp_path / "a,b.csv"), "data.train_files")
 
 
 def test_a_slice_of_a_file_has_the_rows_of_pythons_slice(tmp_path):

@@ -39,6 +39,14 @@ def test_it_leaves_no_folder_and_a_failed_grader_has_no_score(words, capsys, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "rows.jsonl"]
 
 
+def test_some_rows_without_an_answer_are_counted(words, capsys):
+    rows = ({"prompt": "q", "ground_truth": truth} for truth in ("", "one", "two", ""))
+    check.main(words(*rows))
+    assert capsys.readouterr().out == (
+        "WARN unknown: right answers earn 1, others' 0 (2 rows)\n     2 other rows have no answer\n"
+    )
+
+
 def test_rows_without_an_answer_are_scored(words, capsys):
     check.main(words({"prompt": "12345"}, {"prompt": [{"role": "user", "content": "1"}]}))
     said = "no answers in the data; the prompt as the response earns 0.3, an empty response 0"

@@ -184,6 +184,15 @@ def test_what_does_not_end_in_time_is_ended_by_force(tmp_path, steps, last):
     assert "trainer.stop_timeout_s=0.5 in stage update_actor" in err and last in err
 
 
+def test_an_interrupt_says_what_it_waits_for_and_waits_without_a_limit(tmp_path):
+    process = start(tmp_path, 'hang("update_actor", seconds=2.0, interruptible=False)', stop_s=0.5)
+    wait_for(process, "in update_actor")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (130, "saved, stopped by SIGINT\n")
+    assert err == "stopping after this step, with a checkpoint; Ctrl-C again does not wait for it\n"
+
+
 def test_the_second_interrupt_waits_for_nothing(tmp_path):
     heard = "handle = signal.getsignal(signal.SIGINT)\nsignal.signal(2, lambda *a: print(handle(*a), flush=True))\n"
     body = f"import signal\n{heard}hang('update_actor', interruptible=False)"
