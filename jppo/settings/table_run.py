@@ -301,8 +301,8 @@ class TrainingRun(Run):
         unit="seconds", bounds="(0,")
     stop_exit_code: int = setting(143, "Exit code after SIGTERM or SIGHUP and a checkpoint. 75: 'try again' for a"
         " batch system", choices=(143, 75))
-    stop_timeout_s: float = setting(120.0, "Time limit of the end of a run, except after Ctrl-C; then it is killed", unit="seconds",
-        bounds="(0,")
+    stop_timeout_s: float = setting(120.0, "Time limit of the end of a run, except after Ctrl-C; then it is killed",
+        unit="seconds", bounds="(0,")
 
 
 @dataclasses.dataclass(frozen=True)
