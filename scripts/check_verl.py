@@ -489,12 +489,13 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
     remat = get("engine.activation_checkpointing", False) if kind == "automodel" else get(
       "model.enable_gradient_checkpointing")  # fmt: skip
     modules = get("model.target_modules")
-    modules = modules if isinstance(modules, str) else ",".join(modules)
+    modules = modules if isinstance(modules, str) else ",".join(modules or ())
+    fixed = get("data.pad_mode") == "left_right"  # both lengths are read
     wanted = {
         "data.train_files": files if isinstance(files, str) else ",".join(files),
         "data.train_batch_size": int(get("data.train_batch_size")),
-        "data.max_prompt_length": longest // 2,
-        "data.max_response_length": longest - longest // 2,
+        "data.max_prompt_length": int(get("data.max_prompt_length")) if fixed else longest // 2,
+        "data.max_response_length": int(get("data.max_response_length")) if fixed else longest - longest // 2,
         "data.learn_turns": "all" if chats else "last",
         "data.custom_cls": get("data.custom_cls.path", ""),
         "data.shuffle": True,  # both have a DistributedSampler with shuffle=True
