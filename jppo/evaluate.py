@@ -66,6 +66,8 @@ Summaries = Mapping[str, Mapping[str, statistics.MeanSe]]
 def _evaluate(c: Settings, console: rich.console.Console) -> bool:
     """Tests the model, prints the table and writes the files; False if nothing could be graded."""
     start, out = time.monotonic(), expanded(c.trainer.run_dir)
+    if console.is_terminal:
+        console.print(f"reading {c.model.path} and {c.data.val_files}", markup=False, highlight=False, soft_wrap=True)
     share_gpu(c)
     inputs = read_test(c)
     sampling = val_sampling(c)
