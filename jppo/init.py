@@ -242,10 +242,12 @@ def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str
             response, reason = from_answers, "one and a half of the rows' own answers"
         else:
             reason = f"a guess: the rows' own answers are short, with up to {counts[-1]}, and a model may write more"
+    dropped = inputs.train.overlong + inputs.val.overlong
+    left_out = f"; {dropped} longer than the model's {limit} positions are left out" if dropped else ""
     prompt = min(_round_up(longest), max(limit // 2, limit - response))
     if response > limit - prompt:
         response, reason = limit - prompt, f"what the model's {limit} positions leave"
-    yield Proposal("data.max_prompt_length", prompt, f"tokens; the longest prompt has {longest}")
+    yield Proposal("data.max_prompt_length", prompt, f"tokens; the longest prompt has {longest}{left_out}")
     yield Proposal("data.max_response_length", response, f"tokens; {reason}")
 
 

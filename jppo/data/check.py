@@ -30,6 +30,7 @@ from jppo.data.tokenizer import load_tokenizer
 from jppo.errors import UserError, escaped
 from jppo.settings import Parser, exit_on_user_error
 
+ROLES = {"system", "developer", "user", "assistant", "tool"}
 _BINS = 10
 BAR = 40  # characters of the longest bar
 
@@ -114,6 +115,16 @@ def data_findings(
         if first_rows.setdefault(key, row) is not row
     ]
     notes.append(_count_note("duplicates", "with the prompt of an earlier row", duplicates, len(data.rows)))
+    answered = [
+        row
+        for row, prompt in zip(data.rows, data.prompts, strict=True)
+        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
+    ]
+    if answered:
+        notes.append(_count_note("messages", "that end with an assistant's message", answered, len(data.rows)))
+    unknown = sorted({str(m["role"]) for p in data.prompts if not isinstance(p, str) for m in p} - ROLES)
+    if unknown:
+        notes.append(DataNote(False, "roles", f"{', '.join(unknown)}: a chat template may leave out their messages"))
     if data.ids is not None and max_prompt_length is not None:
         overlong = [row for row, ids in zip(data.rows, data.ids, strict=True) if len(ids) > max_prompt_length]
         notes.append(

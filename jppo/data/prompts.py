@@ -9,6 +9,7 @@ special tokens. Other columns are passed to graders in `Prompt.extra`, including
 import dataclasses
 import functools
 import json
+import re
 import sys
 import time
 import types
@@ -19,7 +20,7 @@ import numpy as np
 from rich import console, progress
 
 from jppo.data.memory import Memory, Order
-from jppo.data.rows import Row, checked_messages, checked_text, is_finite, read_sources, text_column
+from jppo.data.rows import Row, brief, checked_messages, checked_text, is_finite, read_sources, text_column
 from jppo.data.stream import MixPart, mix_parts, parse_mix
 from jppo.data.tokenizer import Renderer, announce_long, encode_all, ends_with_eos
 from jppo.errors import UserError
@@ -128,6 +129,11 @@ def prompt_of(row: Row, role: str = "") -> Messages:
     value = row.columns.get("prompt")
     if value is None or isinstance(value, str):
         text = text_column(row, "prompt")
+        if re.match(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""", text):
+            raise UserError(
+                f"{row.place}: prompt is the text of a list of chat messages, {brief(text)}; write the list itself, as"
+                " json.loads returns it"
+            )
         return [{"role": role, "content": text}] if role else text
     return checked_messages(row, "prompt", value)
 

@@ -357,7 +357,10 @@ class Renderer:
                 return [self(messages, row, opened) for messages, row in zip(conversations, rows, strict=True)]
             texts, error = [], str(e)
         if error:
-            raise UserError(f"{rows[len(texts)].place}: the chat template refuses the prompt: {error}")
+            raise UserError(
+                f"{rows[len(texts)].place}: the chat template refuses the prompt: {error}; change the messages, or the"
+                " template"
+            )
         return texts
 
 

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -76,6 +78,14 @@ def test_the_first_prompt_of_gsm8k_as_the_model_sees_it(shared, capsys):
     assert sum(int(line.split()[-1]) for line in out if " to " in line and "#" in line and "|" not in line) == 7473
 
 
+def test_messages_that_a_model_may_not_see_are_warned_of(tmp_path, capsys):
+    said = [{"role": "user", "content": "1"}, {"role": "critic", "content": "2"}, {"role": "assistant", "content": "3"}]
+    write_rows(tmp_path / "rows.jsonl", row(said), row(CHAT))
+    out = lines(capsys, str(tmp_path / "rows.jsonl"))
+    assert any(line.startswith("WARN  roles       critic: a chat template may leave out") for line in out)
+    assert any(line.startswith("WARN  messages    1 of 2 rows that end with an assistant's") for line in out)
+
+
 def test_bars_count_every_value():
     values = np.array([5, 5, 6, 30])
     bars = check.histogram(values)
@@ -90,6 +100,7 @@ def test_bars_count_every_value():
         ([row("1"), row(7)], [], "line 2: prompt is 7"),
         ([row("1"), row(CHAT)], [], "line 2: the prompt is in the form of chat messages"),
         ([row("1", [])], [], "line 1: ground_truth is []"),
+        ([row(json.dumps(CHAT))], [], "line 1: prompt is the text of a list of chat messages"),
         ([row("1")], ["--max_prompt_length", "3"], "give --tokenizer"),
         ([row("1")], ["--tokenizer", "/none"], "no directory /none"),
         ([row("1")], ["--val", "none.jsonl"], "--val: no file none.jsonl"),

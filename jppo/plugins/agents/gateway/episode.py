@@ -231,7 +231,7 @@ class Episode:
         reported_reward = reported.get("reward")
         amount = finite(reported_reward)
         if amount is None and (reported_reward is not None or not self._posted_rewards):
-            return 0.0, f"the agent reported no reward; its last line is {short(ended.last)}"
+            return 0.0, f'the agent reported no reward, as {{"reward": NUMBER}}; its last line is {short(ended.last)}'
         return amount or 0.0, None
 
 
