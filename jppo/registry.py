@@ -132,10 +132,8 @@ def user_module(path: pathlib.Path, label: str) -> ModuleType:
     try:
         return user_files.load(path)
     except (Exception, SystemExit) as e:  # a user's file may raise anything
-        remedy = (
-            "install the package, or correct the file" if isinstance(e, ModuleNotFoundError) else "correct the file"
-        )
-        raise UserError(f"{label}: {path} cannot be run ({explain(e)}); {remedy}") from e
+        package = "install the package, or " if isinstance(e, ModuleNotFoundError) else ""
+        raise UserError(f"{label}: {path} cannot be run ({explain(e)}); {package}correct the file") from e
 
 
 def read_source(path: pathlib.Path, label: str) -> str:
