@@ -102,12 +102,10 @@ def modernize(values: dict[str, Any], get: GetKey, version: Version) -> Iterator
         loss = bool(get("A.use_kl_loss"))
         values["algorithm.use_kl_in_reward"] = version.rewards_kl and not loss
         values.setdefault(key_of("A.entropy_coeff"), 0.001)
-        place = "the loss alone" if loss else "the reward"
-        yield (
-            f"{old}the KL is in {place}, as use_kl_loss={loss} says"
-            if loss or version.rewards_kl
-            else (f"{old}the KL is nowhere: its trainer does not call apply_kl_penalty")
-        )
+        if loss or version.rewards_kl:
+            yield f"{old}the KL is in the {'loss alone' if loss else 'reward'}, as use_kl_loss={loss} says"
+        else:
+            yield f"{old}the KL is nowhere: its trainer does not call apply_kl_penalty"
     if "two clips" in lacks:
         for end in ("low", "high"):
             values[key_of(f"A.clip_ratio_{end}")] = get("A.clip_ratio")
@@ -150,7 +148,7 @@ def faults(get: GetKey, version: Version, main: str) -> Iterator[tuple[str, str]
     if version.code:
         for name, place in changed_functions(version.code, get, tuning=main_of(main) in TUNING):
             yield name, f"changed in {place}; no key says how, and jppo has verl's"
-    if not version.rewards_kl and not version.lacks and get("algorithm.use_kl_in_reward"):
+    if not version.rewards_kl and "kl in reward" not in version.lacks and get("algorithm.use_kl_in_reward"):
         yield "algorithm.use_kl_in_reward", f"the trainer in {version.source} does not call apply_kl_penalty"
     if version.subtracts_kl and get("A.use_kl_loss"):
         yield key_of("A.use_kl_loss"), f"the loss in {version.source} subtracts the KL, and jppo adds it"

@@ -136,7 +136,7 @@ def translate(
     estimator = get("algorithm.adv_estimator")
     if config is None and (own := settings["algorithm.adv_estimator"]) not in (estimator, "distill"):
         changes.append(f"algorithm.adv_estimator={estimator} with one sample a prompt is {own}: the score itself")
-    notes = list(_notes(values, get, bool(version and version.lacks))) if config is None else []
+    notes = list(_notes(values, get, bool(version and "kl in reward" in version.lacks))) if config is None else []
     return Translation(settings, frozenset(changed), tuple(lines), tuple(notes), tuple(changes))
 
 
