@@ -102,10 +102,9 @@ class Watch:
 
     def _request_stop(self, stopped: Stopped) -> None:
         """Records the first reason for a stop, and by when the run has to end."""
-        if self._stop is None:
-            self._stop = stopped
-            if stopped.status != INTERRUPTED:  # after Ctrl-C a person decides, by a second one
-                self._deadline = time.monotonic() + self._stop_timeout_s
+        self._stop = self._stop or stopped
+        if stopped.status != INTERRUPTED or stopped.heard:  # after Ctrl-C a person decides, by a second one
+            self._deadline = min(self._deadline, time.monotonic() + self._stop_timeout_s)
 
     def _watch(self) -> None:
         """Checks the stage's time and other hosts, repeats a stop's signal, and ends a late run; runs in a thread."""

@@ -193,6 +193,16 @@ def test_an_interrupt_says_what_it_waits_for_and_waits_without_a_limit(tmp_path)
     assert err == "stopping after this step, with a checkpoint; Ctrl-C again does not wait for it\n"
 
 
+def test_a_batch_system_still_ends_a_run_after_an_interrupt(tmp_path):
+    process = start(tmp_path, 'hang("update_actor", interruptible=False)', stop_s=0.5)
+    wait_for(process, "in update_actor")
+    process.send_signal(signal.SIGINT)
+    process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1 and "trainer.stop_timeout_s=0.5 in stage update_actor" in err
+
+
 def test_the_second_interrupt_waits_for_nothing(tmp_path):
     heard = "handle = signal.getsignal(signal.SIGINT)\nsignal.signal(2, lambda *a: print(handle(*a), flush=True))\n"
     body = f"import signal\n{heard}hang('update_actor', interruptible=False)"
