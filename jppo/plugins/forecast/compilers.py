@@ -109,7 +109,7 @@ def rerun_if_absent(machine: Machine, command: str, argv: Sequence[str]) -> None
         return
     env = require_compiler(machine)
     code = subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode
-    if code < 0 and code != -signal.SIGKILL and machine.chip.platform == "tpu" and _EFFORT not in env:
+    if code in (-signal.SIGABRT, -signal.SIGSEGV) and machine.chip.platform == "tpu" and _EFFORT not in env:
         print("the compiler crashed; trying again with its whole search for fast code, in more time", file=sys.stderr)
         env = env | {_EFFORT: "0.0"}
         code = subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode
