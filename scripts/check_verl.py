@@ -236,7 +236,7 @@ def _as_today(config: Any, verl: pathlib.Path) -> None:
     OmegaConf.update(config, f"{rollout}.n", n * group)
     rollouts = "".join(file.read_text() for file in sorted((verl / "verl/workers/rollout").rglob("*rollout*.py")))
     if "vf_loss = agg_loss(" in losses:  # of the squares, not of their halves
-        OmegaConf.update(config, "critic.grad_clip", (_select(config, "critic.grad_clip") or 1.0) / 2)
+        OmegaConf.update(config, "critic.grad_clip", _select(config, "critic.grad_clip") / 2)
     reads = "if not do_sample" in rollouts and _select(config, f"{rollout}.mode") != "async"
     if reads and not (tests and tests.get("do_sample")):
         OmegaConf.update(config, f"{rollout}.val_kwargs.temperature", 0)
@@ -244,7 +244,8 @@ def _as_today(config: Any, verl: pathlib.Path) -> None:
         calls = re.search(r"= apply_kl_penalty\(", trainer) and not _select(config, f"{actor}.use_kl_loss")
         OmegaConf.update(config, "algorithm.use_kl_in_reward", bool(calls))
         for end in ("low", "high"):
-            if (_select(config, f"{actor}.clip_ratio_{end}") or -1) >= 0:
+            clip = _select(config, f"{actor}.clip_ratio_{end}")
+            if clip is not None and clip >= 0:
                 continue
             OmegaConf.update(config, f"{actor}.clip_ratio_{end}", _select(config, f"{actor}.clip_ratio"))
 

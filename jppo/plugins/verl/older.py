@@ -73,6 +73,7 @@ def find_version(given: str, main: str, words: Iterable[str], root: str, folder:
         config = verl / "trainer" / "config"
         if (own := config / "ppo_megatron_trainer.yaml").is_file() and not (config / "model").is_dir():
             lacks |= {"megatron's checkpointing"} if "gradient_checkpointing" not in read_file(own) else set()
+        lacks |= {"two clips always"} if re.search(r"cliprange_low != -1", text) else set()
         dataset = verl / "utils/dataset/rl_dataset.py"
         filters = not dataset.is_file() or "<= self.max_prompt_length" in _COMMENT.sub("", read_file(dataset))
         return Version(lacks, str(verl), True, greedy, subtracts, rewards, filters, verl)
@@ -109,8 +110,8 @@ def modernize(values: dict[str, Any], get: GetKey, version: Version) -> Iterator
     if "two clips" in lacks:
         for end in ("low", "high"):
             values[key_of(f"A.clip_ratio_{end}")] = get("A.clip_ratio")
-    for end in ("low", "high"):
-        if isinstance(ratio := get(f"A.clip_ratio_{end}"), int | float) and ratio < 0:  # of forks: clip_ratio's
+    for end in ("low", "high") if "two clips always" in lacks else ():
+        if get(f"A.clip_ratio_{end}") == -1:
             values[key_of(f"A.clip_ratio_{end}")] = get("A.clip_ratio")
     if "half of the squares" in lacks and get("algorithm.adv_estimator") == "gae":
         values["critic.optim.clip_grad"] = get("critic.optim.clip_grad") / 2
@@ -146,8 +147,7 @@ def faults(get: GetKey, version: Version, main: str) -> Iterator[tuple[str, str]
     if main_of(main).startswith("trainer.") and not re.search(r"(^|\.)verl\.trainer\.", main):
         yield main, "a trainer of another package than verl; its own code is not translated"
     if version.code:
-        for name, place in changed_functions(version.code, get, tuning=main_of(main) in TUNING):
-            yield name, f"changed in {place}; no key says how, and jppo has verl's"
+        yield from changed_functions(version.code, get, tuning=main_of(main) in TUNING)
     if not version.rewards_kl and "kl in reward" not in version.lacks and get("algorithm.use_kl_in_reward"):
         yield "algorithm.use_kl_in_reward", f"the trainer in {version.source} does not call apply_kl_penalty"
     if version.subtracts_kl and get("A.use_kl_loss"):

@@ -17,7 +17,7 @@ from jppo.plugins.verl.name import GetKey
 _SCORING = ("naive", "batch", "dapo", "prime")
 _SCORES = ("__init__", "gsm8k", "math", "math_reward", "math_dapo")
 _MANAGERS = ("workers/reward_manager", "experimental/reward_loop/reward_manager")
-# By file below verl/, the functions that decide what is learned, and with which settings they do.
+# By file below verl/: the functions that decide an update.
 FUNCTIONS = {
     "trainer/ppo/core_algos.py": r"compute_\w+|kl_penalty\w*|agg_loss",
     "trainer/ppo/ray_trainer.py": "apply_kl_penalty|compute_advantage|compute_response_mask",
@@ -37,7 +37,7 @@ TUNING = ("sft_dataset.", "multiturn_sft_dataset.", "losses.sft_loss")
 
 
 def changed_functions(verl: pathlib.Path, get: GetKey, *, tuning: bool) -> Iterator[tuple[str, str]]:
-    """Yields the functions that a script uses and that its checkout's verl changes: the name, and FILE:LINE."""
+    """Yields the functions that a script uses and that are not verl's in its checkout: the name, and why that is."""
     for file, names in FUNCTIONS.items():
         path = verl / file
         if not path.is_file():
@@ -45,12 +45,12 @@ def changed_functions(verl: pathlib.Path, get: GetKey, *, tuning: bool) -> Itera
         try:
             found = fingerprints(read_file(path), names)
         except (SyntaxError, tokenize.TokenError) as e:
-            yield path.stem, f"{path}: not Python: {e.msg if isinstance(e, SyntaxError) else e}"
+            yield path.stem, f"{path} cannot be read as Python ({e}), so it is not compared with verl's"
             continue
         for name, (line, fingerprint) in found.items():
             known = KNOWN.get(f"{path.stem}.{name}", "")
             if known and fingerprint not in known.split() and _is_used(f"{path.stem}.{name}", get, tuning):
-                yield f"{path.stem}.{name}", f"{path}:{line}"
+                yield f"{path.stem}.{name}", f"changed in {path}:{line}; no key says how, and jppo has verl's"
 
 
 def fingerprints(source: str, names: str) -> Mapping[str, tuple[int, str]]:

@@ -159,8 +159,8 @@ def test_the_critics_loss_of_0_4_0_is_twice_that_of_others(checkout):
 
 @confined
 def test_functions_that_a_fork_changes_are_named(checkout, tmp_path, monkeypatch):
-    """Not those of another estimator, and not for comments, blanks or the form of a call."""
-    body = '"""Says what it does."""\n    return agg_loss(\n        scores - baseline,  # GRPO\n    )\n'
+    """Functions of other estimators, comments and layout do not count."""
+    body = '"""Advantages of GRPO."""\n    return agg_loss(\n        scores - baseline,  # GRPO\n    )\n'
     source = "def compute_{}_outcome_advantage(scores, baseline):\n    {}"
     names = ("grpo", "rloo")
     known = fingerprints("".join(source.format(name, body) for name in names), r"compute_\w+")
@@ -172,7 +172,7 @@ def test_functions_that_a_fork_changes_are_named(checkout, tmp_path, monkeypatch
         (body, []),
         ("return agg_loss(scores-baseline)\n", []),
         (body.replace("-", "+"), [f"core_algos.compute_grpo_outcome_advantage: changed in {path}:2"]),
-        (body.replace(")", "]"), [f"core_algos: changed in {path}: not Python"]),
+        (body.replace(")", "]"), [f"core_algos: {path} cannot be read as Python"]),
     ):
         path.write_text("\n" + source.format("grpo", text) + source.format("rloo", "return 0\n"))
         said = checkout("")[1]
@@ -202,9 +202,13 @@ def test_the_table_of_verls_functions_is_made_from_its_history(tmp_path):
 
 @confined
 def test_small_names_of_forks(checkout):
-    """Negative clips are clip_ratio's; rollouts; a critic's mini-batch above the batch; a late test; DAPO."""
+    """Clips of -1, in code that takes clip_ratio then; rollouts; a critic's mini-batch above the batch; a late test; DAPO."""
     yaml = YAML.replace("clip_ratio: 0.3", "clip_ratio: 0.3, clip_ratio_low: -1, clip_ratio_high: -1")
-    config, missing, _ = checkout("trainer.test_freq=10000000000000", yaml=yaml)
+    own = f"{TRAINER}clip_ratio_low\n"
+    with pytest.raises(UserError, match=r"actor\.clip_ratio_\w+=-1\.0 must be at least 0"):
+        checkout("", yaml=yaml, trainer=own)
+    own += "low = cliprange_low if cliprange_low != -1 else cliprange\n"
+    config, missing, _ = checkout("trainer.test_freq=10000000000000", yaml=yaml, trainer=own)
     assert (config["actor.clip_ratio_low"], config["actor.clip_ratio_high"], missing) == (0.3, 0.3, [])
     assert config["trainer.test_freq"] == 2**31 - 1
     assert checkout("+actor_rollout_ref.rollout.mode=async")[1] == []
