@@ -202,7 +202,7 @@ def test_the_table_of_verls_functions_is_made_from_its_history(tmp_path):
 
 @confined
 def test_small_names_of_forks(checkout):
-    """Clips of -1, in code that takes clip_ratio then; rollouts; a critic's mini-batch above the batch; a late test; DAPO."""
+    """Clips of -1 in code that takes clip_ratio then; rollouts; a critic's mini-batch above the batch; a late test."""
     yaml = YAML.replace("clip_ratio: 0.3", "clip_ratio: 0.3, clip_ratio_low: -1, clip_ratio_high: -1")
     own = f"{TRAINER}clip_ratio_low\n"
     with pytest.raises(UserError, match=r"actor\.clip_ratio_\w+=-1\.0 must be at least 0"):
