@@ -170,7 +170,8 @@ def notes(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yields notes on responses that could not be graded or were truncated."""
     metrics = summary["metrics"]
     if errors := int(metrics["val/reward_errors"]):
-        yield f"{errors} responses could not be graded and are left out; the first error: {summary['first_error']}"
+        first = summary["first_error"].partition("\n")[0]
+        yield f"{errors} responses could not be graded and are left out; the first error: {first}"
     if metrics["val/truncated"]:
         yield f"{metrics['val/truncated']:.1%} of the responses were truncated at data.max_response_length"
 

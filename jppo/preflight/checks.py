@@ -169,7 +169,7 @@ def doctor_checks(c: Settings, stack: contextlib.ExitStack, *, server: bool) -> 
 
 
 def checks(run: RunInputs, stack: contextlib.ExitStack, *, call_scorers: bool) -> list[Check]:
-    """Lists the checks that need no server; without `call_scorers`, no judge, reward model or teacher is called."""
+    """Lists the checks that need no server; without `call_scorers`, no judge, model, agent or teacher is called."""
     c = run.c
     in_scratch, _ = with_scratch_folder(c, stack)
 
@@ -183,7 +183,7 @@ def checks(run: RunInputs, stack: contextlib.ExitStack, *, call_scorers: bool) -
 
     def check_reward() -> Iterator[Finding]:
         require_reward(c, run.inputs)
-        if not call_scorers and (c.reward.judge.api_type or c.reward.model.path):
+        if not call_scorers and (c.reward.judge.api_type or c.reward.model.path or c.rollout.agent):
             return models_and_data.check_scorers(c)
         return models_and_data.check_reward(in_scratch, run.inputs, run.mesh)
 

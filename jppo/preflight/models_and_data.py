@@ -143,7 +143,7 @@ def _data_remedy(about: str) -> str:
 
 
 def check_scorers(c: Settings) -> Iterator[Finding]:
-    """Checks that judge and reward model are there, without scoring anything."""
+    """Checks that judge and reward model are there, without scoring anything or starting an agent program."""
     if c.reward.judge.api_type:
         plugins.load("judge.make").make_judge(c.reward.judge).close()
     if c.reward.model.path:
@@ -151,25 +151,24 @@ def check_scorers(c: Settings) -> Iterator[Finding]:
         tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
         classifier = plugins.load("reward_models.classifier")
         classifier.read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, steps=steps)
-    yield Finding("reward", "OK", "nothing was scored: jppo.doctor asks the judge and the reward model")
+    yield Finding("reward", "OK", "nothing was scored: jppo.doctor calls judge, reward model and agent program")
 
 
 def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
-    """Checks with the run's own reward that right answers earn more than wrong ones."""
-    if c.rollout.multi_turn.environment or _agent_rewards(c):
-        source = "an agent" if c.rollout.agent else "an environment"
-        yield Finding("reward", "OK", f"from {source}: the data has no right answers to test")
-        return
+    """Checks with the run's own reward that right answers earn more than wrong ones, or holds its conversations."""
     with contextlib.ExitStack() as stack:
         reward_sum = make_reward_sum(c, mesh, **inputs.reward_arguments())
         stack.callback(reward_sum.close)
         require_values(c, reward_sum, inputs.train.prompts)
         reward_sum.ready()
-        checks = reward_check.check_sources(reward_sum, inputs.train.prompts)
+        checks = reward_check.check_sources(
+            c, reward_sum, inputs.train.prompts, inputs.agent, inputs.tokenizer, inputs.end_tokens
+        )
     for check in checks:
         message = str(check)
         if check.errors:
-            message += f"; {len(check.errors)} could not be graded, the first: {check.errors[0][:ERROR_LENGTH]}"
+            first_error = check.errors[0].partition("\n")[0]
+            message += f"; {len(check.errors)} could not be graded, the first: {first_error[:ERROR_LENGTH]}"
         remedy = "check data_source, ground_truth and reward.*: python -m jppo.rewards.check shows more"
         if check.good:
             yield Finding("reward", "WARN" if check.warning else "OK", message, check.warning)

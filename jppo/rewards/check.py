@@ -5,8 +5,9 @@
 For the first rows of each data source, the run's reward grades the row's right answer and another row's answer. A
 source fails if right answers earn no more than wrong ones, because training could not learn from such a reward. Rows
 without an answer are scored with an empty response and with the prompt as the response; such a source fails only by
-errors, and suspicious scores are a warning. Exit code 1 if one fails. Settings are given as
---config.SECTION.NAME=VALUE; those of models, batches and engines are not read.
+errors, and suspicious scores are a warning. Conversations with tools, an environment or an agent program are held with
+a policy that gives the answer in every turn, and fail only by errors, too. Exit code 1 if one fails. Settings are given
+as --config.SECTION.NAME=VALUE; those of models, batches and engines are not read, but the tokenizer of conversations.
 """
 
 import contextlib
@@ -14,29 +15,33 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jppo import process, settings
 from jppo.data.prompts import SOLUTIONS, make_prompt, prompt_of
 from jppo.data.rows import read_sources
-from jppo.data.tokenizer import load_tokenizer
+from jppo.data.tokenizer import load_tokenizer, tokenize
 from jppo.errors import UserError, expanded
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.rewards.graders import describe_refused
 from jppo.rewards.make import make_refusal, make_reward_sum, needed_columns
-from jppo.rewards.parts import RewardSum, Sample
-from jppo.run.inputs import columns_of
+from jppo.rewards.parts import ConversationPart, RewardSum, Sample, sample_of
+from jppo.rollout.protocol import Agent, Answer, RolloutError, Talk, converse, run
+from jppo.run.inputs import columns_of, read_ends_and_agent, read_training_prompts
 from jppo.runlog.durable_files import missing_folders, remove_unused
+from jppo.samples.make import step_sampling
 from jppo.settings import Settings
-from jppo.types import Prompt, Reward
+from jppo.types import Prompt, Reward, Sampling
 
-_ROWS = 8  # per source
+_ROWS, _CONVERSATIONS = 8, 2  # rows per source, of single responses and of conversations
 NO_TRUTH = "no row has a ground truth, so a function that reads it gets ''; data.ground_truth_key names its column"
 SLOW_S = 1.0  # a report names the time of rewards that took longer
 # Characters of most kinds, for functions that count some of them or search for a format.
 _PROBE = 'No! Is 3 + 4 = "7"? (Yes.)\n<answer>\\boxed{7}</answer>\n```python\nprint([7])\n```\n{"A": 7}\n#### 7'
 # Forms of a ground truth for sources without solutions, as the rules read them; tried in turn.
 _FORMS = ("#### {}", "\\boxed{{{}}}", "The answer is {}.", "{}")
+Grade = Callable[[Sequence[Prompt], Sequence[str]], list[Reward]]  # texts as responses to the prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,8 @@ class SourceCheck:
     errors: list[str]
     example: str  # a right answer that was graded
     answers: bool = True  # False: `truth` is of the prompt as the response, `wrong` of an empty response
+    talk: bool = False  # an answer was every turn of a conversation
+    by_turns: bool = False  # tools, an environment or an agent program may reward a conversation
     no_truth: str = ""  # the warning that no row has a ground truth
     constant: bool = False  # all responses had one score
     cost: str = ""  # the time of a slow reward
@@ -58,7 +65,7 @@ class SourceCheck:
     @property
     def good(self) -> bool:
         """Whether the reward separates right from wrong answers, or without answers scores at all."""
-        return not self.errors and (self.truth > self.wrong or not self.answers)
+        return not self.errors and (self.truth > self.wrong or not self.answers or self.by_turns)
 
     @property
     def warning(self) -> str:
@@ -69,22 +76,73 @@ class SourceCheck:
         if not self.answers and self.wrong > self.truth:
             reason = "an empty response earns more: the policy may learn to say nothing"
         elif self.constant:
-            reason = f"every response that was tried earns {self.truth:.3g}: check that the function reads the response"
+            reason = f"every response that was tried earns {self.truth:.3g}: check that the reward reads the response"
+        elif self.answers and self.truth <= self.wrong:
+            reason = "right answers earn no more: check the reward, unless it is for calls or for how an episode ends"
         return "; ".join(filter(None, (reason, self.no_truth if reason or self.answers else "")))
 
     def __str__(self) -> str:
-        template = "right answers earn {:.3g}, others' {:.3g}"
+        template = "right answers earn {:.3g}, others' {:.3g}" + ", each said in every turn" * self.talk
         if not self.answers:
             template = "no answers in the data; the prompt as the response earns {:.3g}, an empty response {:.3g}"
         return f"{self.source}: {template.format(self.truth, self.wrong)} ({self.rows} rows{self.cost})"
 
 
-def check_sources(reward_sum: RewardSum, prompts: Sequence[Prompt]) -> list[SourceCheck]:
-    """Returns a finding for each data source, from its first rows."""
+def check_sources(
+    c: Settings,
+    reward_sum: RewardSum,
+    prompts: Sequence[Prompt],
+    agent: Agent | None,
+    tokenizer: Any,
+    ends: Sequence[int],
+) -> list[SourceCheck]:
+    """Returns a finding for each data source, from responses to its first rows, or from conversations with an agent."""
+    if agent is None:
+        return _check_responses(reward_sum, prompts)
+    try:
+        return _check_conversations(reward_sum, prompts, agent.talk, tokenizer, ends[0], step_sampling(c, 0))
+    except RolloutError as e:
+        raise UserError(str(e)) from e
+    finally:
+        agent.close()
+
+
+def _check_responses(reward_sum: RewardSum, prompts: Sequence[Prompt]) -> list[SourceCheck]:
+    def grade(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Reward]:
+        return reward_sum.grade(
+            Sample(p, text, len(text.split()), "stop") for p, text in zip(prompts, texts, strict=True)
+        )
+
+    return _check_each(grade, prompts, _ROWS)
+
+
+def _check_conversations(
+    reward_sum: RewardSum, prompts: Sequence[Prompt], talk: Talk, tokenizer: Any, end: int, sampling: Sampling
+) -> list[SourceCheck]:
+    """Checks conversations in which the policy gives one text, and the token `end`, in every turn."""
+
+    def grade(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Reward]:
+        said = [[*tokenize(tokenizer, text), end] for text in texts]
+
+        async def say(ids: Sequence[int], *, sampling: Sampling, seed: int, near: Any) -> Answer:
+            tokens = said[near][: sampling.max_tokens]
+            finish = "stop" if len(tokens) == len(said[near]) else "length"
+            return Answer(tokens, [0.0] * len(tokens), [0] * len(tokens), finish)
+
+        held = run(converse(say, talk, prompts, dataclasses.replace(sampling, n=1), None))
+        return reward_sum.grade(map(sample_of, prompts, held))
+
+    by_turns = any(isinstance(part, ConversationPart) for part in reward_sum.parts.values())
+    checks = _check_each(grade, prompts, _CONVERSATIONS)
+    return [dataclasses.replace(check, talk=True, by_turns=by_turns) for check in checks]
+
+
+def _check_each(grade: Grade, prompts: Sequence[Prompt], rows: int) -> list[SourceCheck]:
+    """Checks the first rows of each source."""
     checks = []
     for source in sorted({prompt.data_source for prompt in prompts}):
         start = time.monotonic()
-        check = _check(reward_sum, [p for p in prompts if p.data_source == source])
+        check = _check(grade, [p for p in prompts if p.data_source == source], rows)
         seconds = time.monotonic() - start
         cost = f", {seconds:.1f} s for {check.graded} responses" if seconds >= SLOW_S else ""
         checks.append(dataclasses.replace(check, cost=cost))
@@ -98,21 +156,21 @@ def solutions(prompt: Prompt) -> list[str]:
     return worked + [form.format(prompt.ground_truth) for form in _FORMS if prompt.ground_truth]
 
 
-def _check(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
+def _check(grade: Grade, prompts: list[Prompt], rows: int) -> SourceCheck:
     """Checks one source with the form of its answers that scores highest, because the format is up to the rule."""
     answered = [prompt for prompt in prompts if solutions(prompt)]
     if not answered:
-        return _check_without_answers(reward_sum, prompts[:_ROWS])
-    without, prompts = len(prompts) - len(answered), answered[:_ROWS]
+        return _check_without_answers(grade, prompts[:rows])
+    without, prompts = len(prompts) - len(answered), answered[:rows]
     solutions_of = [solutions(prompt) for prompt in prompts]
     truths = [prompt.ground_truth or texts[0] for prompt, texts in zip(prompts, solutions_of, strict=True)]
-    # The first row with another truth; None if all are equal.
+    # The first row with another truth; None if all are equal: an empty answer is wrong.
     other_rows = [next((j for j, other in enumerate(truths) if other != truth), None) for truth in truths]
     right_texts = [[texts[min(i, len(texts) - 1)] for texts in solutions_of] for i in range(len(solutions_of[0]))]
-    wrong_texts = [[None if j is None else right[j] for j in other_rows] for right in right_texts]
+    wrong_texts = [["" if j is None else right[j] for j in other_rows] for right in right_texts]
     answers = right_texts + wrong_texts
     # All at once: a part that normalises scores uses the same scale for all.
-    all_rewards = iter(_grade_texts(reward_sum, prompts * len(answers), [text for texts in answers for text in texts]))
+    all_rewards = iter(grade(prompts * len(answers), [text for texts in answers for text in texts]))
     graded_forms = [[next(all_rewards) for _ in prompts] for _ in answers]
     means = [_mean_score(rewards) for rewards in graded_forms[: len(right_texts)]]
     best_form = max(range(len(means)), key=lambda i: means[i])
@@ -130,10 +188,10 @@ def _check(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
     )
 
 
-def _check_without_answers(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
+def _check_without_answers(grade: Grade, prompts: list[Prompt]) -> SourceCheck:
     """Scores a source whose rows have no answers: each prompt as its own response, an empty response, and a probe."""
     texts = [p.messages if isinstance(p.messages, str) else p.messages[-1]["content"] for p in prompts]
-    rewards = _grade_texts(reward_sum, [*prompts * 2, prompts[0]], [*texts, *[None] * len(texts), _PROBE])
+    rewards = grade([*prompts * 2, prompts[0]], [*texts, *[""] * len(texts), _PROBE])
     echo_score, empty_score = _mean_score(rewards[: len(texts)]), _mean_score(rewards[len(texts) : -1])
     errors = [r.error for r in rewards if r.error is not None]
     return SourceCheck(
@@ -150,14 +208,6 @@ def _no_truth(prompts: Sequence[Prompt]) -> str:
     return f"{NO_TRUTH}, perhaps {' or '.join(map(repr, columns))}"
 
 
-def _grade_texts(reward_sum: RewardSum, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
-    """Returns the rewards of the texts as responses to the prompts; None is an empty response."""
-    responses = [text or "" for text in texts]  # without another truth: an empty answer is wrong
-    return reward_sum.grade(
-        Sample(prompt, text, len(text.split()), "stop") for prompt, text in zip(prompts, responses, strict=True)
-    )
-
-
 def _mean_score(rewards: Sequence[Reward]) -> float:
     scores = [r.score for r in rewards if r.error is None]
     return sum(scores) / len(scores) if scores else float("-inf")
@@ -172,7 +222,8 @@ def _report(findings: Sequence[SourceCheck]) -> str:
         if finding.warning:
             lines.append(f"     {finding.warning}")
         if finding.errors:
-            lines.append(f"     {len(finding.errors)} could not be graded; the first: {finding.errors[0]}")
+            first_error = finding.errors[0].replace("\n", "\n     | ")
+            lines.append(f"     {len(finding.errors)} could not be graded; the first: {first_error}")
         elif not finding.good:
             lines.append(
                 f"     the reward does not separate right from wrong answers; it graded {finding.example[-80:]!r};"
@@ -183,19 +234,17 @@ def _report(findings: Sequence[SourceCheck]) -> str:
     return "\n".join(lines)
 
 
-def _require_answers(environment: str, agent: str, agent_reward: str) -> None:
-    """Raises UserError where the reward is an environment's or an agent program's, which no row has an answer for."""
-    judged = ""
-    if environment:
-        judged = f"rollout.multi_turn.environment={environment!r} rewards the turns of a conversation"
-    elif agent and agent_reward != "graders":
-        judged = f"rollout.agent_reward={agent_reward!r} rewards what an agent program does"
-    if judged:
-        raise UserError(f"{judged}, and the data has no right answers to test it with; read the samples of a short run")
-
-
-def _keep_gradable(prompts: list[Prompt], refuse: Callable[[str, str], str]) -> list[Prompt]:
-    """Returns the prompts that a run would train on, and prints how many rows it would leave out."""
+def _gradable_prompts(c: Settings, tokenizer: Any) -> list[Prompt]:
+    """Returns the prompts that a run would train on, without tokens; prints how many rows it would leave out."""
+    files = read_sources(
+        c.data.train_files, "data.train_files", custom_cls=c.data.custom_cls, tokenizer=tokenizer, columns=columns_of(c)
+    )
+    refuse, needed = make_refusal(c), needed_columns(c)
+    prompts = [
+        make_prompt(row, prompt_of(row, c.data.prompt_role), [], file.name, needed)
+        for file in files
+        for row in file.rows
+    ]
     reasons = {prompt.uid: refuse(prompt.data_source, prompt.ground_truth) for prompt in prompts}
     refused_rows = [f"{uid}: {why}" for uid, why in reasons.items() if why]
     if notice := describe_refused(refused_rows):
@@ -210,26 +259,21 @@ def main(argv: list[str] | None = None) -> None:
     """Grades answers of the data by the run's reward, and prints a line for each source."""
     argv = sys.argv[1:] if argv is None else argv
     config, switches = settings.parse(argv, __doc__, settings.default(), needs_file=False)
+    named = bool(config.model.path)
     for section, name in (("model", "path"), ("data", "val_files")):  # not read
         config[section][name] = config[section][name] or "-"
     c = settings.typed(config, Settings, training=False)
     if switches["dry_run"]:
         print(settings.dump(c), end="")
         return
-    _require_answers(c.rollout.multi_turn.environment, c.rollout.agent, c.rollout.agent_reward)
-    needs_tokenizer = c.data.custom_cls or c.reward.model.step_aggregation
+    talks = c.rollout.multi_turn.enable or bool(c.rollout.agent)
+    if talks and not named:
+        raise UserError("model.path is missing, whose tokenizer and chat template conversations need; set it")
+    needs_tokenizer = talks or c.data.custom_cls or c.reward.model.step_aggregation
     tokenizer = load_tokenizer(c.model.path) if needs_tokenizer else None
-    tools = bool(c.rollout.multi_turn.tool_config_path) and "tool_score" in c.reward.weights
-    files = read_sources(
-        c.data.train_files, "data.train_files", custom_cls=c.data.custom_cls, tokenizer=tokenizer, columns=columns_of(c)
-    )
-    needed = needed_columns(c, tools)
-    all_prompts = [
-        make_prompt(row, prompt_of(row, c.data.prompt_role), [], file.name, needed)
-        for file in files
-        for row in file.rows
-    ]
-    prompts = _keep_gradable(all_prompts, make_refusal(c))
+    ends, agent = read_ends_and_agent(c, tokenizer) if talks else ((), None)
+    tools = agent is not None and agent.rewards
+    prompts = read_training_prompts(c, tokenizer, agent).prompts if talks else _gradable_prompts(c, tokenizer)
     mesh = make_mesh(c)
     process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
     sources = sorted({prompt.data_source for prompt in prompts})
@@ -239,7 +283,7 @@ def main(argv: list[str] | None = None) -> None:
         reward_sum = make_reward_sum(c, mesh, tokenizer=tokenizer, sources=sources, tool_rewards=tools)
         stack.callback(reward_sum.close)
         reward_sum.ready()
-        findings = check_sources(reward_sum, prompts)
+        findings = check_sources(c, reward_sum, prompts, agent, tokenizer, ends)
     print(_report(findings))
     if not all(finding.good for finding in findings):
         sys.exit(1)

@@ -120,10 +120,14 @@ def agree(
     count = max(1, min(16, c.actor.ppo_mini_batch_size, len(inputs.train.prompts)) // hosts.count)
     prompts, sampling = _longest_prompts(inputs, count), _probe_sampling(c, version)
     probes = trajectories.of_all(hosts, hosts.together(lambda: sampler.generate(prompts, sampling, version=version)))
-    faults = [t.exchange.fault for t in probes if t.exchange is not None and t.exchange.fault is not None]
+    exchanges = [t.exchange for t in probes if t.exchange is not None]
+    faults = [exchange.fault.partition("\n")[0] for exchange in exchanges if exchange.fault is not None]
     if not any(t.sampled.any() for t in probes):
         why = faults[0] if faults else "no token was sampled"
-        raise RolloutError(f"none of the {len(probes)} first conversations has a turn of the policy; the first: {why}")
+        raise RolloutError(
+            f"none of the {len(probes)} first conversations has a turn of the policy; the first: {why};"
+            " python -m jppo.rewards.check tries them, and shows all that a program wrote"
+        )
     gap, bound = LogpGap(np.concatenate(_logprob_gaps(learner, now, probes))), limits(c)
     if not gap.within(bound):
         raise RolloutError(describe_mismatch(gap, bound))

@@ -55,10 +55,8 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     tokenizer = read_tokenizer(c, *models.configs)
     if models.reference is not None and c.ref.path != "policy":
         _check_reference_tokens(c.ref.path, tokenizer)
-    end_tokens, agent = _read_ends_and_agent(c, tokenizer)
-    arguments = dict[str, Any](max_samples=c.data.train_max_samples) | _prompt_arguments(c, tokenizer, agent)
-    prompts = _require_messages(c, read_prompts(c.data.train_files, **arguments))
-    train = mixture(prompts, c.data.mix, batch_size=prompts_per_batch(c))
+    end_tokens, agent = read_ends_and_agent(c, tokenizer)
+    train = mixture(read_training_prompts(c, tokenizer, agent), c.data.mix, batch_size=prompts_per_batch(c))
     if c.data.gen_batch_size is not None and c.data.gen_batch_size > len(train.prompts):
         raise UserError(
             f"data.gen_batch_size={c.data.gen_batch_size} must be at most the number of prompts, {len(train.prompts)}"
@@ -83,7 +81,7 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     )
 
 
-def _read_ends_and_agent(c: Settings, tokenizer: Any) -> tuple[tuple[int, ...], Agent | None]:
+def read_ends_and_agent(c: Settings, tokenizer: Any) -> tuple[tuple[int, ...], Agent | None]:
     """Returns the tokens that end a response, and what leads the conversations, if any; checks both."""
     check_stop_texts(tokenizer, c.rollout.stop_texts)
     end_tokens = end_token_ids(c.model.path, tokenizer)
@@ -133,7 +131,7 @@ def read_test(c: Settings) -> Inputs:
     require_publishable(c, policy)
     hf.check_weights(c.model.path, policy, head="lm")
     tokenizer = read_tokenizer(c, policy)
-    end_tokens, agent = _read_ends_and_agent(c, tokenizer)
+    end_tokens, agent = read_ends_and_agent(c, tokenizer)
     val = _read_val(c, tokenizer, agent)
     return Inputs(
         tokenizer=tokenizer,
@@ -144,6 +142,12 @@ def read_test(c: Settings) -> Inputs:
         policy=policy,
         agent=agent,
     )
+
+
+def read_training_prompts(c: Settings, tokenizer: Any, agent: Agent | None) -> PromptSet:
+    """Reads and checks the prompts of data.train_files."""
+    arguments = dict[str, Any](max_samples=c.data.train_max_samples) | _prompt_arguments(c, tokenizer, agent)
+    return _require_messages(c, read_prompts(c.data.train_files, **arguments))
 
 
 def _read_val(c: Settings, tokenizer: Any, agent: Agent | None) -> PromptSet:

@@ -116,7 +116,7 @@ def first_responses(tested: TestResult, count: int) -> list[dict[str, Any]]:
 
 def format_row(row: dict[str, Any]) -> str:
     """Formats a row for the console."""
-    mark = row["error"] if row["score"] is None else f"score {row['score']:g}"
+    mark = row["error"].partition("\n")[0] if row["score"] is None else f"score {row['score']:g}"
     truth = f"; truth {row['ground_truth']}" if row["ground_truth"] else ""
     return escaped(f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}{truth})")
 

@@ -43,7 +43,7 @@ SPREADS = {
     SCORE_SPREAD: ("critic/score/max", "critic/score/min"),
     ADVANTAGE_SPREAD: ("critic/advantages/max", "critic/advantages/min"),
 }
-ERRORS, RESPONSES = "reward/errors", "responses"
+ERRORS, FAULTS, RESPONSES = "reward/errors", "agent/faults", "responses"
 SUSPICIOUS = "reward/code/suspicious"
 MEMORY = "perf/cpu_memory_used_gb"
 TIMED = tuple(f"timing_s/{stage}" for stage in STAGES if stage not in ("start", "step"))
@@ -138,7 +138,10 @@ def equal_rewards(history: History) -> str | None:
     return None
 
 
-@_rule("fix the errors listed in samples/, or raise reward.timeout_s, reward.memory_bytes or reward.judge.retries")
+@_rule(
+    "fix the errors listed in samples/ (jppo.rewards.check tries a few), or raise reward.timeout_s, reward.memory_bytes"
+    " or reward.judge.retries"
+)
 def reward_errors(history: History) -> str | None:
     """Finds responses that could not be graded: too many in the last steps, or some in each of them."""
     errors, graded = history.last(ERRORS), history.last(RESPONSES)
@@ -147,7 +150,10 @@ def reward_errors(history: History) -> str | None:
     in_every_step = len(errors) == LAST_STEPS and min(errors) > 0
     if not in_every_step and sum(errors) < ERROR_SHARE * sum(graded):
         return None
-    return f"{sum(errors):.0f} of the {sum(graded):.0f} responses of the last {len(errors)} step(s) could not be graded"
+    last = f"the last {len(errors)} step(s) could not be graded"
+    if faults := sum(history.last(FAULTS)):  # `graded` counts few of them: they end early
+        return f"{sum(errors):.0f} responses of {last}, {faults:.0f} by faults of agents, users or environments"
+    return f"{sum(errors):.0f} of the {sum(graded):.0f} responses of {last}"
 
 
 @_rule("read them in samples/: no verdict depends on such names; reward.weights can leave the rule out")

@@ -108,6 +108,10 @@ def test_a_reward_that_knows_nothing(small_run, tmp_path):
     small_run.reward.function = f"{tmp_path / 'mine.py'}:score"
     (found,) = reward()
     assert found.verdict == "FAIL" and "right answers earn 1, others' 1" in found.found and found.remedy
+    (tmp_path / "agent.py").write_text("def play(task): raise KeyError(task['ground_truth'])\n")
+    small_run.rollout.agent, small_run.rollout.agent_format = f"{tmp_path / 'agent.py'}:play", "plain"
+    (found,) = reward()
+    assert found.verdict == "FAIL" and "the agent exited with 70: KeyError" in found.found and found.remedy
 
 
 def test_parity_with_transformers_and_without_torch(real, quick_compilation, tmp_path, monkeypatch):

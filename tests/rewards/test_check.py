@@ -67,8 +67,8 @@ def test_rows_without_an_answer_are_scored(words, capsys):
             "float(solution_str == extra_info['answer'])",
             "no row has a ground truth",
         ),
-        ([{}, {}], "1.0", "every response that was tried earns 1: check that the function reads the response\n"),
-        ([{}, {}], "0.0", "every response that was tried earns 0: check that the function reads the response"),
+        ([{}, {}], "1.0", "every response that was tried earns 1: check that the reward reads the response\n"),
+        ([{}, {}], "0.0", "every response that was tried earns 0: check that the reward reads the response"),
         ([{}, {}], "float('</answer>' in solution_str)", ""),
         (
             [{"correct": "b", "id": 1}, {"correct": "c", "id": 2}],
@@ -106,6 +106,94 @@ def test_the_time_of_a_slow_reward_is_named(words, capsys, tmp_path):
     check.main(argv)
     found = re.fullmatch(r"OK   unknown: .* \(2 rows, (\d+\.\d) s for 16 responses\)\n", capsys.readouterr().out)
     assert found and float(found[1]) >= 1.2
+
+
+ASK = """
+import json, os, urllib.request
+
+def play(task):
+    print("the question is", task["prompt"])
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", method="POST")
+    request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    request.add_header("Content-Type", "application/json")
+    messages = [{"role": "user", "content": task["prompt"]}]
+    with urllib.request.urlopen(request, json.dumps(OPTIONS | {"messages": messages}).encode()) as answered:
+        said = json.load(answered)["choices"][0]["message"]["content"]
+    return {"reward": float(said == task["TRUTH"])}
+"""
+PLAYED = {"reward.function": "", "rollout.agent_reward": "reported", "rollout.agent_format": "plain"}
+
+
+@pytest.mark.parametrize(
+    ("truth", "options", "said"),
+    [
+        ("ground_truth", "{}", ["OK   unknown: right answers earn 1, others' 0, each said in every turn (2 rows"]),
+        (
+            "answer",
+            "{}",
+            ["FAIL", "agent exited with 70: KeyError: 'answer'", "| the question is 1+1=", 'agent.py", line'],
+        ),
+        ("ground_truth", "{'logit_bias': {'1': 5}}", ["FAIL", "| a request was refused: logit_bias"]),
+    ],
+)
+def test_an_agent_program_is_run_with_right_and_wrong_answers(
+    words, capsys, tmp_path, tiny_model, truth, options, said
+):
+    (tmp_path / "agent.py").write_text(ASK.replace("TRUTH", truth).replace("OPTIONS", options))
+    agent = PLAYED | {"rollout.agent": "agent.py:play", "model.path": str(tiny_model)}
+    argv = words({"prompt": "1+1=", "ground_truth": "2"}, {"prompt": "1+2=", "ground_truth": "3"}, **agent)
+    if said[0].startswith("OK"):
+        check.main(argv)
+    else:
+        with pytest.raises(SystemExit):
+            check.main(argv)
+    out = capsys.readouterr().out
+    assert all(text in out for text in said), out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["agent.py", "mine.py", "rows.jsonl"]
+
+
+def test_an_agent_that_cannot_be_imported_and_a_missing_model_are_one_line(words, capsys, tmp_path, tiny_model):
+    (tmp_path / "agent.py").write_text("import no_such_module\ndef play(task): pass\n")
+    argv = words({"prompt": "1+1="}, **PLAYED | {"rollout.agent": "agent.py:play"})
+    assert "model.path is missing" in one_line(capsys, check.main, *argv)
+    said = one_line(capsys, check.main, *argv, f"--config.model.path={tiny_model}")
+    assert said.count("cannot be run") == 1 and "No module named 'no_such_module'" in said
+
+
+ENVIRONMENT = """
+class Echo:
+    def reset(self, prompt):
+        self.truth, self.turns = prompt.ground_truth, 0
+        return ""
+
+    def step(self, text):
+        self.turns += 1
+        return "again", float(text == self.truth) WORTH, self.turns == 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("worth", "said"),
+    [
+        ("", "OK   unknown: right answers earn 2, others' 0, each said in every turn"),
+        ("* 0", "WARN unknown: right answers earn 0, others' 0, each said in every turn (2 rows)\n     right answers"),
+        (
+            "/ 0",
+            "FAIL unknown: right answers earn no score, others' no score, each said in every turn (2 rows)\n     4",
+        ),
+    ],
+)
+def test_an_environment_answers_right_and_wrong_turns(words, capsys, tmp_path, tiny_model, worth, said):
+    (tmp_path / "world.py").write_text(ENVIRONMENT.replace("WORTH", worth))
+    talk = {"reward.function": "", "model.path": str(tiny_model), "rollout.multi_turn.enable": True}
+    talk |= {"rollout.multi_turn.format": "plain", "rollout.multi_turn.environment": "world.py:Echo"}
+    argv = words({"prompt": "1+1=", "ground_truth": "2"}, {"prompt": "1+2=", "ground_truth": "3"}, **talk)
+    if said.startswith("FAIL"):
+        with pytest.raises(SystemExit):
+            check.main(argv)
+    else:
+        check.main(argv)
+    assert capsys.readouterr().out.startswith(said)
 
 
 def test_data_must_be_named(capsys):

@@ -444,7 +444,7 @@ def test_an_error_of_the_engine_ends_the_run(hermes, run):
 
 
 def test_a_file_that_cannot_be_imported_ends_the_run(hermes, run):
-    with pytest.raises(RolloutError, match=r"agent.py:agent cannot be run: .*no_such_module"):
+    with pytest.raises(RolloutError, match=r"agent.py:agent': .*agent.py cannot be run .*no_such_module"):
         run(hermes, "\nimport no_such_module\ndef agent(task): pass\n", hermes.policy())
 
 

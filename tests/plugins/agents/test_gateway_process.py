@@ -53,7 +53,11 @@ def test_a_wrong_name_of_an_agent_is_an_error_before_anything_runs(tmp_path, mon
         "os.path:join",
     ):
         process.parse_agent(right)
+    for right in ("bash -c 'python3 none.py'", f"{sys.executable} program.py --fast", "python3", "cat none.sh"):
+        process.parse_agent(right)
     for wrong, said in (
+        ("bash none.sh", "there is no file none.sh"),
+        (f"{sys.executable} none.py --fast", "there is no file none.py"),
         ("program.py:agnt", "defines no 'agnt'; it has agent; did you mean 'agent'?"),
         ("program:agnt", "defines no 'agnt'"),
         ("broken.py:agent", "cannot be run (SyntaxError"),
@@ -114,7 +118,8 @@ def test_a_function_that_closes_its_output_ends_no_other(tmp_path):
         return {"reward": 1}
     """
     first, second, closes = ends(tmp_path, program, [{"closes": i == 2} for i in range(3)])
-    assert first == second == (0, '{"reward": 1}', "") and closes.code == 70
+    assert first == second == (0, '{"reward": 1}', "", 'no end of line\n{"reward": 1}') and closes.code == 70
+    assert "Traceback" in closes.said and closes.said.endswith(closes.error)
 
 
 def test_a_function_may_return_numbers_of_numpy_and_any_object(tmp_path):

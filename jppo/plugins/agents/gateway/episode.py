@@ -63,6 +63,7 @@ class Episode:
     ):
         """`ask` takes ids, sampling and seed."""
         self.earlier: dict[str, tuple[Message, ...]] = {}  # conversations without instructions, by their last reply
+        self.refusal = ""  # of its last request that could not be answered
         self._language, self._rules, self._ask = language, rules, ask
         self._prompt, self._sampling, self._seed = prompt, sampling, seed
         self._sample_numbers = itertools.count()
@@ -135,7 +136,8 @@ class Episode:
         if fault is None and answer_id is not None and self._turn_of_reply(answer_id) is None:
             fault = f"the agent reported answer_id={short(answer_id)}, which is no answer of this episode"
         truncated = self._out_of_room and bool(self._turns) and ended.code not in (None, 0)
-        fault = None if truncated else fault
+        refusal = f"a request was refused: {self.refusal}" if self.refusal else ""
+        fault = None if truncated or fault is None else "\n".join(filter(None, (fault, refusal, ended.said)))
         fields: dict[str, Any] = dict(calls=self._calls, call_errors=self._call_errors, call_s=0.0, fault=fault)
         fields |= dict(score=posted + reward, program_s=max(0.0, time.monotonic() - self._began - self._waited_s))
         paths, prompt = history.list_branches(self._turns, self._turn_of_reply(answer_id)), self._prompt

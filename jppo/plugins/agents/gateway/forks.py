@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jppo import child_process
+from jppo.errors import UserError
 from jppo.registry import resolve
 
 CRASHED, NOT_FOUND = 70, 127  # exit codes: an uncaught exception, of a function or here; a command that cannot start
@@ -154,6 +155,8 @@ if __name__ == "__main__":
         channel.send(json.dumps({"ready": True}).encode())
         main(channel, work)
         code = 0
+    except UserError as e:
+        print(e, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:

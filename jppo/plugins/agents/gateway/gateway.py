@@ -126,6 +126,13 @@ class Gateway:
     async def _answer_request(self, call: HttpRequest) -> HttpReply:
         """Answers a request of an agent by its API."""
         running = self._find_episode(call.key)
+        try:
+            return await self._answer_episode(running, call)
+        except BadRequest as e:
+            running.episode.refusal = str(e)
+            raise
+
+    async def _answer_episode(self, running: _OpenEpisode, call: HttpRequest) -> HttpReply:
         episode = running.episode
         if call.method == "GET" and call.path == "/v1/models":
             model = {"id": MODEL, "object": "model", "owned_by": "jppo", "created": 0}

@@ -26,10 +26,12 @@ from jppo.registry import read_source, require_name
 from jppo.rollout.protocol import RolloutError
 
 MOST_OUTPUT = 2**16  # bytes of the output's end that are read
+MOST_SAID = 2000  # characters of the ends of output and error output in the error of a sample
 MOST_DEATHS = 3  # of the process that forks, without a program that ends between them
 CLOSE_S = 10.0  # for the process to kill its forks
 _NOT_PASSED = ("JPPO_SERVER_TOKEN", "ANTHROPIC_AUTH_TOKEN")  # of the servers; in place of the episode's key
 _FUNCTION = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
+_INTERPRETER = re.compile(r"(.*/)?((ba|da|z)?sh|python[\d.]*)")
 _FORKS = "jppo.plugins.agents.gateway.forks"
 
 Files = Sequence[IO[bytes]]  # input, output, error output
@@ -42,6 +44,7 @@ class ProgramEnd(NamedTuple):
     code: int | None  # None: it exceeded its time
     last: str  # line of its output
     error: str  # the last line of its error output
+    said: str = ""  # the ends of both, for people
 
 
 def parse_agent(agent: str) -> "Program":
@@ -62,6 +65,9 @@ def parse_agent(agent: str) -> "Program":
     if not command or shutil.which(command[0]) is None:
         program = repr(command[0]) if command else "it"
         raise UserError(f"rollout.agent={agent!r}: {program} is no program; write a command line, or PATH.py:FUNCTION")
+    script = next((word for word in command[1:2] if _INTERPRETER.fullmatch(command[0]) and word[0] != "-"), None)
+    if script is not None and not expanded(script).is_file():
+        raise UserError(f"rollout.agent={agent!r}: there is no file {script}; write its path")
     return Program(agent, ("command", *command))
 
 
@@ -189,7 +195,8 @@ class Program:
     def _fail(self, reason: str) -> None:
         """Fails all episodes, also later ones."""
         asyncio.get_running_loop().remove_reader(self._channel)
-        self._failed = RolloutError(f"the agent {self._agent} cannot be run: {reason}")
+        complete = reason.startswith("rollout.agent=")  # a UserError
+        self._failed = RolloutError(reason if complete else f"the agent {self._agent} cannot be run: {reason}")
         waiting: list[asyncio.Future[Any]] = [self._ready]
         for future in (*waiting, *(future for futures in self._waiting.values() for future in futures)):
             if not future.done():
@@ -220,16 +227,21 @@ async def run_agent(program: Program, task: Mapping[str, Any], env: Mapping[str,
             number, ended = await starting
             program.end(number)
             await asyncio.wait({ended})
-        return ProgramEnd(code, last_line(output), reason or last_line(error))
+        said = "\n".join(filter(None, (last_text(file)[-MOST_SAID:].strip() for file in (output, error))))
+        return ProgramEnd(code, last_line(output), reason or last_line(error), said)
 
 
 def _to_json(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
+def last_text(file: IO[bytes]) -> str:
+    """Returns the end of a file."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_OUTPUT))
+    return file.read().decode(errors="replace")
+
+
 def last_line(file: IO[bytes]) -> str:
     """Returns the last line that is not empty, of the end of a file."""
-    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_OUTPUT))
-    text = file.read().decode(errors="replace")
-    lines = [line for line in re.split(r"[\r\n]", text) if line.strip()]  # JSON may contain other separators
+    lines = [line for line in re.split(r"[\r\n]", last_text(file)) if line.strip()]  # JSON may contain other separators
     return lines[-1].strip() if lines else ""
