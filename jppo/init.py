@@ -2,6 +2,7 @@
 
     python -m jppo.init train.jsonl --val=test.jsonl --model=DIR --reward=reward.py --out=config.py
     python -m jppo.init questions.csv --prompt_key=question --truth_key=answer --reward=reward.py --lora
+    python -m jppo.init tasks.jsonl --model=DIR --agent=agent.py:play
     python -m jppo.train --config=config.py
 
 The config has lengths from the data, batch sizes that divide, and a comment for every choice. It is checked as
@@ -124,9 +125,12 @@ def column_choices(args: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Pr
     """Yields the settings that follow from the columns: their names, and the reward."""
     if (column := args.prompt_key or prompt_column(rows)) != "prompt":
         yield Proposal("data.prompt_key", column, "column of the prompts")
-    if any(isinstance(row.columns.get(column), str) for row in rows) and load_tokenizer(args.model).chat_template:
+    template = load_tokenizer(args.model).chat_template
+    if args.agent:
+        yield from agent_choices(args.agent, args.reward, bool(template))
+    elif template and any(isinstance(row.columns.get(column), str) for row in rows):
         yield Proposal("data.prompt_role", "user", "the chat template renders text as a message; '' leaves it as it is")
-    if not args.reward:
+    if not args.reward and not args.agent:
         sources = {row.columns.get("data_source") for row in rows}
         unknown = [source for source in sources if not (isinstance(source, str) and grader_of(source))]
         if unknown:
@@ -141,11 +145,20 @@ def column_choices(args: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Pr
         yield Proposal("data.ground_truth_key", truth, "column of the ground truth, which the reward gets")
     elif others and not {"ground_truth", "reward_model"} & {*others}:
         missing = f"--truth_key names the column of the ground truth, perhaps {' or '.join(map(repr, others))}"
-        if not args.reward:
+        if not args.reward and not args.agent:
             raise UserError(f"{args.data}: rules need a ground truth; {missing}")
         reason += f"; {NO_TRUTH}: {missing}"
     if args.reward:
         yield Proposal("reward.function", args.reward, reason)
+
+
+def agent_choices(agent: str, reward: str, template: bool) -> Iterator[Proposal]:
+    """Yields the settings of an agent program, which gets a row as it is."""
+    yield Proposal("rollout.agent", agent, "runs once for each response, and calls the policy as a chat API")
+    if not reward:
+        yield Proposal("rollout.agent_reward", "reported", 'the program\'s last line is {"reward": NUMBER}')
+    if not template:
+        yield Proposal("rollout.agent_format", "plain", "the model has no chat template")
 
 
 def free_folder(files: str, algorithm: str) -> str:
@@ -230,12 +243,19 @@ def adapter_choices(device: jax.Device, parameters: float, algorithm: str, wante
         yield Proposal("model.param_dtype", "bfloat16", "of the frozen weights")
 
 
-def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str) -> Iterator[Proposal]:
-    """Yields the lengths of prompts and responses, from the data and within the model's `limit`."""
+def length_choices(
+    inputs: Inputs, rows: Sequence[Row], limit: int, backend: str, turns: bool = False
+) -> Iterator[Proposal]:
+    """Yields the lengths of prompts and responses, from the data and within the model's `limit`.
+
+    `turns`: a response is all that follows the prompt in a conversation.
+    """
     longest = max(len(prompt.ids) for prompt in (*inputs.train.prompts, *inputs.val.prompts))
     answers = [row.columns[name] for row in rows for name in SOLUTIONS if isinstance(row.columns.get(name), str)]
     response, reason = (64 if backend == "cpu" else 512), "a guess: the data has no worked solutions to measure"
-    if answers:
+    if turns:
+        response, reason = 4 * response, "a guess: of all turns after the prompt together"
+    elif answers:
         counts = sorted(map(len, inputs.tokenizer(answers, verbose=False)["input_ids"]))
         from_answers = _round_up(counts[-1 - len(counts) // 100] * 3 // 2)
         if from_answers >= MIN_MEASURED:
@@ -309,7 +329,7 @@ def _choose_settings(args: argparse.Namespace) -> list[Proposal]:
     inputs = read_inputs(_make_settings([*proposals, *loosest_sizes(limit)]))
     adapters = [*adapter_choices(device, parameters, args.algorithm, args.lora)]
     sizes = size_choices(len(inputs.train.prompts), device.platform, parameters, args.algorithm, bool(adapters))
-    choices = [*proposals, *adapters, *length_choices(inputs, rows, limit, device.platform), *sizes]
+    choices = [*proposals, *adapters, *length_choices(inputs, rows, limit, device.platform, bool(args.agent)), *sizes]
     _say("checking the config")
     c = _make_settings(choices)
     read_inputs(c)
@@ -341,6 +361,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--val", default="", help="test prompts, in the same forms; default: the last rows of the data")
     parser.add_argument("--model", default=MODEL, help=f"model directory or hub name; default: {MODEL}")
     parser.add_argument("--reward", default="", help="FILE.py or FILE.py:NAME; default: the rules of data_source")
+    parser.add_argument("--agent", default="", help="a program that plays the rows: FILE.py:FUNCTION or 'COMMAND'")
     parser.add_argument("--algorithm", default="ppo", choices=("ppo", "grpo"), help="with a critic, or without")
     parser.add_argument("--prompt_key", default="", help=f"column of the prompts; default: {', '.join(PROMPTS)}")
     parser.add_argument("--truth_key", default="", help="column of the ground truth, which the reward gets")
@@ -362,7 +383,8 @@ def main(argv: list[str] | None = None) -> None:
     if NO_TRUTH in (reward := reasons.get("reward.function", choices[0]).reason):
         print(escaped(f"Note: reward.function {reward.partition('; ')[2]}\n"))
     folder, config = shlex.quote(str(reasons["trainer.run_dir"].value)), shlex.quote(str(out))
-    print(f"{out} is written. Check the reward, train, test the model and chat with it:\n")
+    checked = "reward and agent" if args.agent else "the reward"
+    print(f"{out} is written. Check {checked}, train, test the model and chat with it:\n")
     print(f"  python -m jppo.rewards.check --config={config}\n  python -m jppo.train --config={config}")
     print(f"  python -m jppo.evaluate --config={config} --model={folder}\n  python -m jppo.chat {folder}")
 

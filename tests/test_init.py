@@ -112,6 +112,19 @@ def test_rows_are_held_out_where_there_are_enough(folder):
     assert split(100, "hub:a/b/train") == ("hub:a/b/train[:-20]", "hub:a/b/train[-20:]")
 
 
+@pytest.mark.parametrize("reward", [[], ["--reward=reward.py"]])
+def test_an_agent_program_plays_the_rows(folder, capsys, reward):
+    (folder / "agent.py").write_text("def play(task): return {'reward': 1}\n")
+    found = written("rows.jsonl", "--agent=agent.py:play", *reward)
+    assert found["rollout.agent"] == "agent.py:play" and found["rollout.agent_format"] == "plain"
+    assert found["rollout.agent_reward"] == ("graders" if reward else "reported")
+    assert found["data.prompt_role"] == "" and found["data.max_response_length"] == 56
+    assert "Check reward and agent, train" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        init.main(["rows.jsonl", "--agent=bash nothing.sh", "--model=model", "--out=other.py"])
+    assert "error: rollout.agent='bash nothing.sh': there is no file nothing.sh" in capsys.readouterr().err
+
+
 def test_adapters_are_trained_where_they_are_wanted(folder):
     found = written("rows.jsonl", "--reward=reward.py", "--lora", "--algorithm=grpo")
     assert (found["model.lora_rank"], found["model.param_dtype"]) == (32, "float32")
