@@ -272,7 +272,11 @@ def test_a_folder_of_another_run_is_refused_before_it_compiles(whole, monkeypatc
 
 def test_a_run_that_has_finished_says_so(whole, capsys):
     train.train(whole)
-    assert capsys.readouterr().out.startswith("all 2 steps are done: nothing is left to train; trainer.resume_mode=dis")
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "all 2 steps are done: nothing is left to train; trainer.resume_mode=disable restarts"
+    )
+    train.train(again(whole, actor__lr=0.25))
+    assert "; not tried: actor.lr 1e-06 → 0.25, for which take another trainer.run_dir" in capsys.readouterr().out
 
 
 def test_what_the_place_in_the_data_hangs_on_may_not_change(whole, tmp_path):

@@ -6,7 +6,7 @@ import json
 import math
 import pathlib
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -39,6 +39,7 @@ PASSING = (
     "trainer.node_rank",
     "trainer.coordinator_address",
 )
+_AUTOMATIC = (-1, "auto", None)  # the file of settings has what the run made of them
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
 OPTIMIZERS = ("policy_opt", "value_opt")
 
@@ -70,11 +71,15 @@ def run_identity(c: Common, mesh: Any, *, data: dict[str, int], frozen: dict[str
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {
-        "config": {name: list(v) if isinstance(v, tuple) else v for name, v in table.by_name(c).items()},
+        "config": _json_settings(c),
         "versions": {"jppo": __version__} | versions | {"devices": devices},
         "data": data,
         "frozen": {name: checksum_of_all(tree) for name, tree in frozen.items()},
     }
+
+
+def _json_settings(c: Common) -> dict[str, Any]:
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in table.by_name(c).items()}
 
 
 def data_checksums(train: PromptSet) -> dict[str, int]:
@@ -225,15 +230,17 @@ def _describe_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[st
     """Returns lines for the console on the settings and package versions that have changed since the checkpoint."""
     lines = []
     for kind, label in (("config", "settings"), ("versions", "versions")):
-        old, new = saved.get(kind, current[kind]), current[kind]
-        changed = [
-            f"{name} {old.get(name)!r} → {new.get(name)!r}"
-            for name in sorted({*old, *new})
-            if old.get(name) != new.get(name) and name not in (*PASSING, *FIXED)
-        ]
-        if changed:
+        if changed := _changed(saved.get(kind, current[kind]), current[kind]):
             lines.append(f"{label} that differ from the checkpoint's: {', '.join(changed)}")
     return lines
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} {old.get(name)!r} → {new.get(name)!r}"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name) and name not in (*PASSING, *FIXED)
+    ]
 
 
 def finished(c: Training, checkpoints: Checkpoints, total_steps: int) -> bool:
@@ -249,9 +256,13 @@ def finished(c: Training, checkpoints: Checkpoints, total_steps: int) -> bool:
     return written >= (run / f"checkpoints/{last_step}").stat().st_mtime_ns
 
 
-def describe_finished(total_steps: int) -> str:
+def describe_finished(c: Training, total_steps: int) -> str:
     """Returns the line of a run that was finished before."""
-    return f"all {total_steps} steps are done: nothing is left to train; trainer.resume_mode=disable restarts"
+    line = f"all {total_steps} steps are done: nothing is left to train; trainer.resume_mode=disable restarts"
+    former = durable_files.read_json(expanded(c.trainer.run_dir) / "config.json")
+    chosen = {name: value for name, value in _json_settings(c).items() if value not in _AUTOMATIC}
+    changed = _changed({name: value for name, value in table.by_name(former).items() if name in chosen}, chosen)
+    return line + (f"; not tried: {', '.join(changed)}, for which take another trainer.run_dir" if changed else "")
 
 
 def require_own(c: Training) -> None:

@@ -127,7 +127,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         resume.require_same_settings(c, checkpoints, data)
         if finished(c, checkpoints, inputs.total_steps):  # before a device is used
             if hosts.first:
-                print(resume.describe_finished(inputs.total_steps))
+                print(resume.describe_finished(c, inputs.total_steps))
             return None
         if inputs.agent is not None:
             stack.callback(inputs.agent.close)  # the engine's conversations use it

@@ -153,7 +153,7 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
         data = {"train": objective.checksum}
         require_same_settings(c, checkpoints, data)
         if finished(c, checkpoints, task.steps):
-            print(describe_finished(task.steps))
+            print(describe_finished(c, task.steps))
             return _last_metrics(run)
         with timer("start"):
             timer.part("the model")
