@@ -18,7 +18,7 @@ import pathlib
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 
@@ -89,10 +89,14 @@ def truth_column(rows: Sequence[Row]) -> str:
     return next((name for name in TRUTH_COLUMNS if all(name in row.columns for row in rows)), "")
 
 
+def held_out(sources: Sequence[Source]) -> list[int]:
+    """Returns how many of each source's last rows are test rows."""
+    return [min(TESTED // len(sources), len(source.rows) // HELD_OUT) for source in sources]
+
+
 def split_entries(files: str, sources: Sequence[Source]) -> tuple[str, str]:
     """Splits sources into training and test rows, the last of each, as slices; no test rows where there are few."""
-    entries = texts.entries(files)
-    counts = [min(TESTED // len(entries), len(source.rows) // HELD_OUT) for source in sources]
+    entries, counts = texts.entries(files), held_out(sources)
     if not all(counts) or any(entry.startswith(TFDS) or entry.endswith("]") for entry in entries):
         return files, ""
     cuts = [*zip(entries, counts, strict=True)]
@@ -105,10 +109,18 @@ def file_choices(files: str, val: str, sources: Sequence[Source]) -> Iterator[Pr
     train, test = (files, val) if val else split_entries(files, sources)
     yield Proposal("data.train_files", train, f"of {count} rows" if train != files else f"{count} rows")
     if test:
-        yield Proposal("data.val_files", test, "test prompts" if val else "held out for tests; --val names other rows")
+        tested = [row for source, n in zip(sources, held_out(sources), strict=True) for row in source.rows[-n:]]
+        untested = _data_sources(row for source in sources for row in source.rows) - _data_sources(tested)
+        lacking = f", without data_source={min(untested)!r}" if untested else ""
+        reason = f"held out for tests: the last rows{lacking}; --val names other rows"
+        yield Proposal("data.val_files", test, "test prompts" if val else reason)
     else:
         yield Proposal("data.val_files", files, "the training prompts: --val gives held-out ones")
         yield Proposal("data.val_max_samples", min(TESTED, count), "prompts of a test")
+
+
+def _data_sources(rows: Iterable[Row]) -> set[str]:
+    return {str(row.columns.get("data_source")) for row in rows}
 
 
 def check_names(args: argparse.Namespace, rows: Sequence[Row]) -> None:

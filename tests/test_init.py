@@ -101,6 +101,12 @@ def test_csv_with_columns_of_any_name_and_several_files(folder):
     assert prompts == [("10+1=", "11"), ("11+1=", "12"), ("6+2=", "8"), ("0+1=", "1")]
 
 
+def test_a_held_out_part_without_a_data_source_is_named(folder, capsys):
+    write_rows(folder / "rows.jsonl", *({"prompt": f"{a}+1=", "data_source": "ab"[a > 9]} for a in range(20)))
+    written("rows.jsonl", "--reward=reward.py")
+    assert "# held out for tests: the last rows, without data_source='a'; --val names" in capsys.readouterr().out
+
+
 def test_rows_are_held_out_where_there_are_enough(folder):
     def split(count, entry="rows.jsonl"):
         return init.split_entries(entry, [init.Source("rows", [None] * count)])
