@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jppo import process, settings
-from jppo.data.prompts import SOLUTIONS, make_prompt, prompt_of
+from jppo.data.prompts import SOLUTIONS, PromptSet, make_prompt, prompt_of
 from jppo.data.rows import read_sources
 from jppo.data.tokenizer import load_tokenizer, tokenize
 from jppo.errors import UserError, expanded
@@ -234,8 +234,8 @@ def _report(findings: Sequence[SourceCheck]) -> str:
     return "\n".join(lines)
 
 
-def _gradable_prompts(c: Settings, tokenizer: Any) -> list[Prompt]:
-    """Returns the prompts that a run would train on, without tokens; prints how many rows it would leave out."""
+def _read_prompts(c: Settings, tokenizer: Any) -> PromptSet:
+    """Reads the prompts that a run would train on, without tokens."""
     files = read_sources(
         c.data.train_files, "data.train_files", custom_cls=c.data.custom_cls, tokenizer=tokenizer, columns=columns_of(c)
     )
@@ -246,12 +246,10 @@ def _gradable_prompts(c: Settings, tokenizer: Any) -> list[Prompt]:
         for row in file.rows
     ]
     reasons = {prompt.uid: refuse(prompt.data_source, prompt.ground_truth) for prompt in prompts}
-    refused_rows = [f"{uid}: {why}" for uid, why in reasons.items() if why]
-    if notice := describe_refused(refused_rows):
-        print(notice)
-    if len(refused_rows) == len(prompts):
+    refused = tuple(f"{uid}: {why}" for uid, why in reasons.items() if why)
+    if len(refused) == len(prompts):
         raise UserError("data.train_files: no row is left; change the asserts, or set reward.code.tests=native")
-    return [prompt for prompt in prompts if not reasons[prompt.uid]]
+    return PromptSet([prompt for prompt in prompts if not reasons[prompt.uid]], overlong=0, refused=refused)
 
 
 @settings.exit_on_user_error
@@ -273,17 +271,19 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(c.model.path) if needs_tokenizer else None
     ends, agent = read_ends_and_agent(c, tokenizer) if talks else ((), None)
     tools = agent is not None and agent.rewards
-    prompts = read_training_prompts(c, tokenizer, agent).prompts if talks else _gradable_prompts(c, tokenizer)
+    train = read_training_prompts(c, tokenizer, agent) if talks else _read_prompts(c, tokenizer)
+    if notice := describe_refused(train.refused):
+        print(notice)
     mesh = make_mesh(c)
     process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
-    sources = sorted({prompt.data_source for prompt in prompts})
+    sources = sorted({prompt.data_source for prompt in train.prompts})
     created = missing_folders(expanded(c.trainer.run_dir))
     with contextlib.ExitStack() as stack:
         stack.callback(remove_unused, created)  # where the graders' log is empty
         reward_sum = make_reward_sum(c, mesh, tokenizer=tokenizer, sources=sources, tool_rewards=tools)
         stack.callback(reward_sum.close)
         reward_sum.ready()
-        findings = check_sources(c, reward_sum, prompts, agent, tokenizer, ends)
+        findings = check_sources(c, reward_sum, train.prompts, agent, tokenizer, ends)
     print(_report(findings))
     if not all(finding.good for finding in findings):
         sys.exit(1)
