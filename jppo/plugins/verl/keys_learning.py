@@ -116,7 +116,8 @@ ALGORITHM = (
       "algorithm.filter_groups.max_inflight_gen_batches"),
     *missing("prompts are not weighted by their scores", "algorithm.use_pf_ppo algorithm.pf_ppo.*",
       only="algorithm.use_pf_ppo"),
-    *missing("give the names of verl 0.9.1, algorithm.rollout_correction.*", "algorithm.rollout_is*"),
+    *missing("give the names of verl 0.9.1, algorithm.rollout_correction.*", "algorithm.rollout_is*",
+      only="algorithm.rollout_is_threshold"),
 )  # fmt: skip
 
 ACTOR = (

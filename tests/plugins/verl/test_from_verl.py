@@ -247,6 +247,15 @@ def test_a_value_is_what_it_means(given, setting, value, capsys):
     assert config[setting] == value
 
 
+def test_verl_0_6s_names_of_a_correction_count_where_its_threshold_is_given(capsys):
+    level = "algorithm.rollout_is_level=token"
+    _, out = said(capsys, level, "algorithm.rollout_is=True", "algorithm.rollout_is_threshold=null")
+    assert f"{level}: read only with algorithm.rollout_is_threshold" in out
+    with pytest.raises(SystemExit) as e:
+        from_verl.main([level, "algorithm.rollout_is_threshold=2.0"])
+    assert e.value.code == 3 and f"left out: {level}: give the names of verl 0.9.1" in capsys.readouterr().err
+
+
 def test_what_leaves_prompts_out_leaves_nothing_to_cut(capsys):
     for leaves_out, cut in (("False", "left"), ("True", "error")):
         config, _ = said(capsys, "data.truncation=left", f"data.filter_overlong_prompts={leaves_out}")
