@@ -110,8 +110,8 @@ def _run_program(work: Callable[[], int], env: dict[str, str]) -> NoReturn:
         code = e.code if isinstance(e.code, int) else int(e.code is not None)
         if code and not isinstance(e.code, int):
             print(e.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as e:
+        _print_traceback(e)
     finally:
         try:
             for stream in (sys.stdout, sys.stderr):
@@ -119,6 +119,14 @@ def _run_program(work: Callable[[], int], env: dict[str, str]) -> NoReturn:
                     stream.flush()
         finally:  # else the fork would return to its guard's work
             os._exit(code & 255)
+
+
+def _print_traceback(error: BaseException) -> None:
+    """Prints an error of the agent, from the first line that is its own."""
+    callers, own = (__file__, os.path.dirname(asyncio.__file__)), error.__traceback__
+    while own is not None and own.tb_frame.f_code.co_filename.startswith(callers):
+        own = own.tb_next
+    traceback.print_exception(type(error), error, own or error.__traceback__)
 
 
 def call_with_task(function: Callable[..., Any]) -> int:
