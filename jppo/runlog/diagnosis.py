@@ -43,6 +43,7 @@ SPREADS = {
     SCORE_SPREAD: ("critic/score/max", "critic/score/min"),
     ADVANTAGE_SPREAD: ("critic/advantages/max", "critic/advantages/min"),
 }
+STALENESS = "rollout/staleness_mean"
 ERRORS, FAULTS, RESPONSES = "reward/errors", "agent/faults", "responses"
 SUSPICIOUS = "reward/code/suspicious"
 MEMORY = "perf/cpu_memory_used_gb"
@@ -229,7 +230,7 @@ def sampler_gap_growing(history: History) -> str | None:
     """Finds a log-prob mismatch of trainer and rollout, with equal weights, that grows beyond rounding."""
     name = "rollout/logp_gap_mean"
     gap = history.recent(name)
-    if gap is None or gap < GAP_FLOOR or gap < GAP_GROWTH * history.first(name):
+    if gap is None or gap < GAP_FLOOR or gap < GAP_GROWTH * history.first(name) or history.now.get(STALENESS):
         return None
     return f"rollout/logp_gap_mean grew from {history.first(name):.2g} to {gap:.2g}"
 

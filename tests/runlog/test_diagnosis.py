@@ -90,6 +90,11 @@ def test_rare_errors_in_every_step_are_told():
     assert found.found.startswith("5 of the 2560 responses of the last 5 step(s)") and found.step == 15
 
 
+def test_a_gap_to_older_weights_is_no_fault():
+    old = {"rollout/staleness_mean": 1.5}
+    assert run(lambda s, m: FAULTS["sampler_gap_growing"](s, m) | old) == []
+
+
 def test_half_of_a_first_step_is_told_at_once():
     (found,) = run(lambda s, m: {"reward/errors": 256.0} if s == 1 else {})
     assert found.step == 1
