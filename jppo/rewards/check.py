@@ -122,11 +122,11 @@ def _check_conversations(
     """Checks conversations in which the policy gives one text, and the token `end`, in every turn."""
 
     def grade(prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Reward]:
-        said = [[*tokenize(tokenizer, text), end] for text in texts]
+        turns = [[*tokenize(tokenizer, text), end] for text in texts]
 
         async def say(ids: Sequence[int], *, sampling: Sampling, seed: int, near: Any) -> Answer:
-            tokens = said[near][: sampling.max_tokens]
-            finish = "stop" if len(tokens) == len(said[near]) else "length"
+            tokens = turns[near][: sampling.max_tokens]
+            finish = "stop" if len(tokens) == len(turns[near]) else "length"
             return Answer(tokens, [0.0] * len(tokens), [0] * len(tokens), finish)
 
         held = run(converse(say, talk, prompts, dataclasses.replace(sampling, n=1), None))

@@ -119,7 +119,7 @@ def test_a_function_that_closes_its_output_ends_no_other(tmp_path):
     """
     first, second, closes = ends(tmp_path, program, [{"closes": i == 2} for i in range(3)])
     assert first == second == (0, '{"reward": 1}', "", 'no end of line\n{"reward": 1}') and closes.code == 70
-    assert "Traceback" in closes.said and closes.said.endswith(closes.error)
+    assert "Traceback" in closes.tail and closes.tail.endswith(closes.error)
 
 
 def test_a_function_may_return_numbers_of_numpy_and_any_object(tmp_path):

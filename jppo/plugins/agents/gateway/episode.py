@@ -137,7 +137,7 @@ class Episode:
             fault = f"the agent reported answer_id={short(answer_id)}, which is no answer of this episode"
         truncated = self._out_of_room and bool(self._turns) and ended.code not in (None, 0)
         refusal = f"a request was refused: {self.refusal}" if self.refusal else ""
-        fault = None if truncated or fault is None else "\n".join(filter(None, (fault, refusal, ended.said)))
+        fault = None if truncated or fault is None else "\n".join(filter(None, (fault, refusal, ended.tail)))
         fields: dict[str, Any] = dict(calls=self._calls, call_errors=self._call_errors, call_s=0.0, fault=fault)
         fields |= dict(score=posted + reward, program_s=max(0.0, time.monotonic() - self._began - self._waited_s))
         paths, prompt = history.list_branches(self._turns, self._turn_of_reply(answer_id)), self._prompt

@@ -26,7 +26,7 @@ from jppo.registry import read_source, require_name
 from jppo.rollout.protocol import RolloutError
 
 MOST_OUTPUT = 2**16  # bytes of the output's end that are read
-MOST_SAID = 2000  # characters of the ends of output and error output in the error of a sample
+MOST_SHOWN = 2000  # characters of the ends of output and error output in the error of a sample
 MOST_DEATHS = 3  # of the process that forks, without a program that ends between them
 CLOSE_S = 10.0  # for the process to kill its forks
 _NOT_PASSED = ("JPPO_SERVER_TOKEN", "ANTHROPIC_AUTH_TOKEN")  # of the servers; in place of the episode's key
@@ -44,7 +44,7 @@ class ProgramEnd(NamedTuple):
     code: int | None  # None: it exceeded its time
     last: str  # line of its output
     error: str  # the last line of its error output
-    said: str = ""  # the ends of both, for people
+    tail: str = ""  # of both, for people
 
 
 def parse_agent(agent: str) -> "Program":
@@ -227,8 +227,8 @@ async def run_agent(program: Program, task: Mapping[str, Any], env: Mapping[str,
             number, ended = await starting
             program.end(number)
             await asyncio.wait({ended})
-        said = "\n".join(filter(None, (last_text(file)[-MOST_SAID:].strip() for file in (output, error))))
-        return ProgramEnd(code, last_line(output), reason or last_line(error), said)
+        tail = "\n".join(filter(None, (last_text(file)[-MOST_SHOWN:].strip() for file in (output, error))))
+        return ProgramEnd(code, last_line(output), reason or last_line(error), tail)
 
 
 def _to_json(value: Any) -> Any:
