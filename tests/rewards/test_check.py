@@ -13,6 +13,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+def printed(capsys):
+    """What was printed, without the seconds of a busy machine."""
+    return re.sub(r", \d+\.\d s for \d+ responses", "", capsys.readouterr().out)
+
+
 @pytest.fixture
 def words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -29,20 +34,20 @@ def words(tmp_path, monkeypatch):
 def test_neither_model_nor_batches_are_read(words, capsys):
     rows = ({"prompt": "q", "ground_truth": truth} for truth in ("one", "two"))
     check.main(words(*rows, **{"actor.ppo_mini_batch_size": 7, "model.path": "nowhere"}))
-    assert capsys.readouterr().out == "OK   unknown: right answers earn 1, others' 0 (2 rows)\n"
+    assert printed(capsys) == "OK   unknown: right answers earn 1, others' 0 (2 rows)\n"
 
 
 def test_it_leaves_no_folder_and_a_failed_grader_has_no_score(words, capsys, tmp_path):
     with pytest.raises(SystemExit):
         check.main(words({"prompt": "q"}, by=0))
-    assert "earns no score, an empty response no score (1 rows" in capsys.readouterr().out
+    assert "earns no score, an empty response no score (1 rows" in printed(capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "rows.jsonl"]
 
 
 def test_some_rows_without_an_answer_are_counted(words, capsys):
     rows = ({"prompt": "q", "ground_truth": truth} for truth in ("", "one", "two", ""))
     check.main(words(*rows))
-    assert capsys.readouterr().out == (
+    assert printed(capsys) == (
         "WARN unknown: right answers earn 1, others' 0 (2 rows)\n     2 other rows have no answer\n"
     )
 
@@ -50,13 +55,10 @@ def test_some_rows_without_an_answer_are_counted(words, capsys):
 def test_rows_without_an_answer_are_scored(words, capsys):
     check.main(words({"prompt": "12345"}, {"prompt": [{"role": "user", "content": "1"}]}))
     said = "no answers in the data; the prompt as the response earns 0.3, an empty response 0"
-    assert capsys.readouterr().out == f"OK   unknown: {said} (2 rows)\n"
+    assert printed(capsys) == f"OK   unknown: {said} (2 rows)\n"
     with pytest.raises(SystemExit) as e:
         check.main(words({"prompt": "12345"}, by=0))
-    assert (
-        e.value.code == 1
-        and "could not be graded; the first: function_score: ZeroDivisionError" in capsys.readouterr().out
-    )
+    assert e.value.code == 1 and "could not be graded; the first: function_score: ZeroDivisionError" in printed(capsys)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_what_looks_wrong_without_a_ground_truth_is_a_warning(words, capsys, tmp
     head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
     (tmp_path / "mine.py").write_text(head + body)
     check.main(argv)
-    out = capsys.readouterr().out
+    out = printed(capsys)
     assert out.startswith("WARN" if said else "OK") and said in out and out.count("\n") == 1 + bool(said)
 
 
@@ -94,7 +96,7 @@ def test_a_function_that_does_not_separate_answers_fails_with_and_without_a_grou
     rows = [{"prompt": "12345", "answer": text} for text in ("one", "two")]
     with pytest.raises(SystemExit) as e:
         check.main(words(*rows))  # scores the length
-    said = capsys.readouterr().out
+    said = printed(capsys)
     assert e.value.code == 1 and said.startswith("FAIL") and check.NO_TRUTH in said
 
 
@@ -127,7 +129,7 @@ PLAYED = {"reward.function": "", "rollout.agent_reward": "reported", "rollout.ag
 @pytest.mark.parametrize(
     ("truth", "options", "said"),
     [
-        ("ground_truth", "{}", ["OK   unknown: right answers earn 1, others' 0, each said in every turn (2 rows"]),
+        ("ground_truth", "{}", ["OK   unknown: right answers earn 1, others' 0, each said in every turn (2 rows)"]),
         (
             "answer",
             "{}",
@@ -147,7 +149,7 @@ def test_an_agent_program_is_run_with_right_and_wrong_answers(
     else:
         with pytest.raises(SystemExit):
             check.main(argv)
-    out = capsys.readouterr().out
+    out = printed(capsys)
     assert all(text in out for text in said), out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agent.py", "mine.py", "rows.jsonl"]
 
@@ -193,14 +195,13 @@ def test_an_environment_answers_right_and_wrong_turns(words, capsys, tmp_path, t
             check.main(argv)
     else:
         check.main(argv)
-    assert capsys.readouterr().out.startswith(said)
+    assert printed(capsys).startswith(said)
 
 
 def test_data_must_be_named(capsys):
     assert "data.train_files='' names no file" in one_line(capsys, check.main)
 
 
-SECONDS = r", \d+\.\d s for \d+ responses"  # of programs on a busy machine
 CODE = [
     {"prompt": "q", "data_source": "code", "ground_truth": tests, "answer": f"```python\ndef f(x): return {value}\n```"}
     for tests, value in (("assert f(1) == 2", 2), ("assert f(1) == 3", 3), ("assert eval(f(1)) == 3", 3))
@@ -210,9 +211,9 @@ ALLOWED = {"reward.function": "", "reward.allow_code": True}
 
 def test_rows_whose_asserts_are_not_graded_are_left_out_and_counted(words, capsys):
     check.main(words(*CODE, **ALLOWED))
-    left_out, found = re.sub(SECONDS, "", capsys.readouterr().out).splitlines()
+    left_out, found = printed(capsys).splitlines()
     assert left_out.startswith("1 rows left out, whose asserts reward.code.tests=strict cannot grade; the first, rows")
     assert "line 1 uses eval" in left_out and found == "OK   code: right answers earn 1, others' 0 (2 rows)"
     assert "no row is left" in one_line(capsys, check.main, *words(CODE[2], **ALLOWED))
     check.main(words(*CODE, **ALLOWED, **{"reward.code.tests": "native"}))
-    assert re.sub(SECONDS, "", capsys.readouterr().out) == "OK   code: right answers earn 0.667, others' 0 (3 rows)\n"
+    assert printed(capsys) == "OK   code: right answers earn 0.667, others' 0 (3 rows)\n"
