@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 
-from jppo import settings
+from jppo import plugins, settings
 from jppo.data.prompts import SOLUTIONS
 from jppo.data.rows import TFDS, Row, Source, read_sources
 from jppo.data.tokenizer import load_tokenizer
@@ -124,7 +124,9 @@ def _data_sources(rows: Iterable[Row]) -> set[str]:
 
 
 def check_names(args: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Raises UserError for a column that the options name and the data lacks."""
+    """Raises UserError for a column or an agent program that the options name and that is not there."""
+    if args.agent:
+        plugins.load("agents.gateway.process").parse_agent(args.agent)
     names = [*map(str, rows[0].columns)]
     for option, key in (("--prompt_key", args.prompt_key), ("--truth_key", args.truth_key)):
         if key and key.partition(".")[0] not in names and key not in names:
@@ -136,7 +138,8 @@ def check_names(args: argparse.Namespace, rows: Sequence[Row]) -> None:
 def column_choices(args: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Proposal]:
     """Yields the settings that follow from the columns: their names, and the reward."""
     if (column := args.prompt_key or prompt_column(rows)) != "prompt":
-        yield Proposal("data.prompt_key", column, "column of the prompts")
+        reader = ", the agent's task['prompt']" if args.agent else ""
+        yield Proposal("data.prompt_key", column, f"column of the prompts{reader}")
     template = load_tokenizer(args.model).chat_template
     if args.agent:
         yield from agent_choices(args.agent, args.reward, bool(template))
@@ -154,7 +157,8 @@ def column_choices(args: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Pr
     truth, reason = args.truth_key or truth_column([*rows, *tests]), "scores a response"
     others = sorted({name for row in rows for name in row.columns} - {column, "data_source"})
     if truth:
-        yield Proposal("data.ground_truth_key", truth, "column of the ground truth, which the reward gets")
+        reader = "the agent's task['ground_truth']" if args.agent else "which the reward gets"
+        yield Proposal("data.ground_truth_key", truth, f"column of the ground truth, {reader}")
     elif others and not {"ground_truth", "reward_model"} & {*others}:
         missing = f"--truth_key names the column of the ground truth, perhaps {' or '.join(map(repr, others))}"
         if not args.reward and not args.agent:
@@ -338,7 +342,10 @@ def _choose_settings(args: argparse.Namespace) -> list[Proposal]:
         Proposal("trainer.run_dir", free_folder(args.data, args.algorithm), "files of the run, which resumes there"),
     ]
     _say(f"measuring {len(rows)} prompts")
-    inputs = read_inputs(_make_settings([*proposals, *loosest_sizes(limit)]))
+    measured = [*proposals, *loosest_sizes(limit)]
+    if args.agent and load_tokenizer(args.model).chat_template:  # as an agent sends text
+        measured.append(Proposal("data.prompt_role", "user", ""))
+    inputs = read_inputs(_make_settings(measured))
     adapters = [*adapter_choices(device, parameters, args.algorithm, args.lora)]
     sizes = size_choices(len(inputs.train.prompts), device.platform, parameters, args.algorithm, bool(adapters))
     choices = [*proposals, *adapters, *length_choices(inputs, rows, limit, device.platform, bool(args.agent)), *sizes]

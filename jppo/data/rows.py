@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jppo.errors import UserError, escaped, expanded, first_line
-from jppo.registry import explain, resolve
+from jppo.registry import did_you_mean, explain, resolve
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 TFDS = "tfds:"
@@ -297,9 +297,10 @@ def _rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
         value: Any = row.columns
         for part in [file_column] if file_column in row.columns else file_column.split("."):
             if not isinstance(value, dict) or part not in value:
+                names = [*map(str, row.columns)]
                 raise UserError(
                     f"{row.place} has no {file_column!r}, which {NAMED_BY.get(column, f'data.{column}_key')} names; its"
-                    f" columns are {', '.join(map(str, row.columns))}"
+                    f" columns are {', '.join(names)}{did_you_mean(file_column, names)}"
                 )
             value = value[part]
         renamed[column] = value

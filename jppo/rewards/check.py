@@ -14,8 +14,10 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from jppo import process, settings
 from jppo.data.prompts import SOLUTIONS, PromptSet, make_prompt, prompt_of
@@ -32,7 +34,7 @@ from jppo.run.inputs import columns_of, read_ends_and_agent, read_training_promp
 from jppo.runlog.durable_files import missing_folders, remove_unused
 from jppo.samples.make import step_sampling
 from jppo.settings import Settings
-from jppo.types import Prompt, Reward, Sampling
+from jppo.types import Prompt, Reward, Sampling, Trajectory
 
 _ROWS, _CONVERSATIONS = 8, 2  # rows per source, of single responses and of conversations
 NO_TRUTH = "no row has a ground truth, so a function that reads it gets ''; data.ground_truth_key names its column"
@@ -51,6 +53,7 @@ class SourceCheck:
     source: str
     rows: int
     graded: int  # responses
+    judged: int  # of these, those whose scores count
     truth: float  # mean score of right answers
     wrong: float  # mean score of other rows' answers
     errors: list[str]
@@ -61,6 +64,7 @@ class SourceCheck:
     no_truth: str = ""  # the warning that no row has a ground truth
     constant: bool = False  # all responses had one score
     cost: str = ""  # the time of a slow reward
+    notes: tuple[str, ...] = ()  # on conversations that training would cut
 
     @property
     def good(self) -> bool:
@@ -79,12 +83,14 @@ class SourceCheck:
             reason = f"every response that was tried earns {self.truth:.3g}: check that the reward reads the response"
         elif self.answers and self.truth <= self.wrong:
             reason = "right answers earn no more: check the reward, unless it is for calls or for how an episode ends"
-        return "; ".join(filter(None, (reason, self.no_truth if reason or self.answers else "")))
+        return "; ".join(filter(None, (reason, self.no_truth if reason or self.answers else "", *self.notes)))
 
     def __str__(self) -> str:
         template = "right answers earn {:.3g}, others' {:.3g}" + ", each said in every turn" * self.talk
         if not self.answers:
             template = "no answers in the data; the prompt as the response earns {:.3g}, an empty response {:.3g}"
+        if len(self.errors) == self.judged:
+            template = f"none of {self.judged} responses could be graded"
         return f"{self.source}: {template.format(self.truth, self.wrong)} ({self.rows} rows{self.cost})"
 
 
@@ -100,7 +106,8 @@ def check_sources(
     if agent is None:
         return _check_responses(reward_sum, prompts)
     try:
-        return _check_conversations(reward_sum, prompts, agent.talk, tokenizer, ends[0], step_sampling(c, 0))
+        longest = c.data.max_prompt_length
+        return _check_conversations(reward_sum, prompts, agent.talk, tokenizer, ends[0], step_sampling(c, 0), longest)
     except RolloutError as e:
         raise UserError(str(e)) from e
     finally:
@@ -117,7 +124,13 @@ def _check_responses(reward_sum: RewardSum, prompts: Sequence[Prompt]) -> list[S
 
 
 def _check_conversations(
-    reward_sum: RewardSum, prompts: Sequence[Prompt], talk: Talk, tokenizer: Any, end: int, sampling: Sampling
+    reward_sum: RewardSum,
+    prompts: Sequence[Prompt],
+    talk: Talk,
+    tokenizer: Any,
+    end: int,
+    sampling: Sampling,
+    max_prompt_length: int,
 ) -> list[SourceCheck]:
     """Checks conversations in which the policy gives one text, and the token `end`, in every turn."""
 
@@ -130,11 +143,26 @@ def _check_conversations(
             return Answer(tokens, [0.0] * len(tokens), [0] * len(tokens), finish)
 
         held = run(converse(say, talk, prompts, dataclasses.replace(sampling, n=1), None))
+        trajectories.extend(held)
         return reward_sum.grade(map(sample_of, prompts, held))
 
+    trajectories: list[Trajectory] = []
     by_turns = any(isinstance(part, ConversationPart) for part in reward_sum.parts.values())
     checks = _check_each(grade, prompts, _CONVERSATIONS)
-    return [dataclasses.replace(check, talk=True, by_turns=by_turns) for check in checks]
+    notes = tuple(_describe_cuts(trajectories, max_prompt_length))
+    return [dataclasses.replace(check, talk=True, by_turns=by_turns, notes=notes) for check in checks]
+
+
+def _describe_cuts(trajectories: Sequence[Trajectory], max_prompt_length: int) -> Iterator[str]:
+    """Yields warnings of episodes that take room from answers, or have branches that training leaves out."""
+    longest = max((int(np.argmax(t.sampled)) for t in trajectories), default=0)
+    if longest > max_prompt_length:
+        yield (
+            f"the first request has up to {longest} tokens: raise data.max_prompt_length={max_prompt_length}; the rest"
+            " of it takes room from the answers"
+        )
+    if left_out := max((t.exchange.branches_left_out for t in trajectories if t.exchange is not None), default=0):
+        yield f"up to {left_out} branches of an episode are left out of training: see rollout.agent_branches"
 
 
 def _check_each(grade: Grade, prompts: Sequence[Prompt], rows: int) -> list[SourceCheck]:
@@ -180,6 +208,7 @@ def _check(grade: Grade, prompts: list[Prompt], rows: int) -> SourceCheck:
         source=prompts[0].data_source,
         rows=len(prompts),
         graded=len(prompts) * len(answers),
+        judged=2 * len(prompts),
         truth=means[best_form],
         wrong=_mean_score(wrong_rewards),
         errors=errors,
@@ -195,8 +224,8 @@ def _check_without_answers(grade: Grade, prompts: list[Prompt]) -> SourceCheck:
     echo_score, empty_score = _mean_score(rewards[: len(texts)]), _mean_score(rewards[len(texts) : -1])
     errors = [r.error for r in rewards if r.error is not None]
     return SourceCheck(
-        prompts[0].data_source, len(prompts), len(rewards), echo_score, empty_score, errors, texts[0], answers=False,
-        no_truth=_no_truth(prompts), constant=len({reward.score for reward in rewards}) == 1,
+        prompts[0].data_source, len(prompts), len(rewards), len(rewards), echo_score, empty_score, errors, texts[0],
+        answers=False, no_truth=_no_truth(prompts), constant=len({reward.score for reward in rewards}) == 1,
     )  # fmt: skip
 
 
@@ -217,13 +246,15 @@ def _report(findings: Sequence[SourceCheck]) -> str:
     """Formats a line per source, and a remedy for failures."""
     lines = []
     for finding in findings:
-        text = str(finding).replace(" -inf", " no score")  # of responses that could not be graded
+        text = str(finding).replace(" -inf", " no score")  # where all responses of a kind could not be graded
         lines.append(f"{'FAIL' if not finding.good else 'WARN' if finding.warning else 'OK  '} {text}")
         if finding.warning:
             lines.append(f"     {finding.warning}")
         if finding.errors:
             first_error = finding.errors[0].replace("\n", "\n     | ")
-            lines.append(f"     {len(finding.errors)} could not be graded; the first: {first_error}")
+            lines.append(
+                f"     {len(finding.errors)} of {finding.judged} could not be graded; the first: {first_error}"
+            )
         elif not finding.good:
             lines.append(
                 f"     the reward does not separate right from wrong answers; it graded {finding.example[-80:]!r};"

@@ -40,7 +40,7 @@ def test_neither_model_nor_batches_are_read(words, capsys):
 def test_it_leaves_no_folder_and_a_failed_grader_has_no_score(words, capsys, tmp_path):
     with pytest.raises(SystemExit):
         check.main(words({"prompt": "q"}, by=0))
-    assert "earns no score, an empty response no score (1 rows" in printed(capsys)
+    assert "none of 3 responses could be graded (1 rows" in printed(capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "rows.jsonl"]
 
 
@@ -133,7 +133,12 @@ PLAYED = {"reward.function": "", "rollout.agent_reward": "reported", "rollout.ag
         (
             "answer",
             "{}",
-            ["FAIL", "agent exited with 70: KeyError: 'answer'", "| the question is 1+1=", 'agent.py", line'],
+            [
+                "FAIL unknown: none of 4 responses could be graded (2 rows)",
+                "agent exited with 70: KeyError: 'answer'",
+                "| the question is 1+1=",
+                'agent.py", line',
+            ],
         ),
         ("ground_truth", "{'logit_bias': {'1': 5}}", ["FAIL", "| a request was refused: logit_bias"]),
     ],
@@ -181,7 +186,7 @@ class Echo:
         ("* 0", "WARN unknown: right answers earn 0, others' 0, each said in every turn (2 rows)\n     right answers"),
         (
             "/ 0",
-            "FAIL unknown: right answers earn no score, others' no score, each said in every turn (2 rows)\n     4",
+            "FAIL unknown: none of 4 responses could be graded (2 rows)\n     4 of 4",
         ),
     ],
 )

@@ -140,9 +140,10 @@ def devices_of(machine: Machine) -> list[Any]:
         options = dict(target_config=target_config(chip, CUDNN), topology=f"1x{machine.groups}x{machine.each}")
     else:
         assert isinstance(chip, Tpu)
-        # Most TPU compile time is a search for fast code, which changes neither memory nor exchanges.
-        if _EFFORT not in os.environ:
-            jax.config.update("jax_exec_time_optimization_effort", -1.0)
+        # Most TPU compile time is a search for fast code, which changes neither memory nor exchanges. JAX 0.12 has no
+        # such setting: its optimization level changes both.
+        if _EFFORT not in os.environ and hasattr(jax.config, _EFFORT.lower()):
+            jax.config.update(_EFFORT.lower(), -1.0)
         name, platform = f"{chip.topology}:{'x'.join(map(str, machine.shape))}", "tpu"
         options = {"num_slices": machine.groups} if machine.groups > 1 else {}
         if chip.kind == "TPU v4":  # two cores are one device, as on real ones

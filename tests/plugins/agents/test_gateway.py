@@ -338,7 +338,7 @@ SAY_IN = "; ".join(SAY.split("\n")[1:-1])
         (f"{SAY}raise ValueError('odd')", {}, "the agent exited with 1: ValueError: odd", 0.0),
         (f"{SAY}import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", {}, "the agent exited with -9", 0.0),
         ("import time\ntime.sleep(60)", {"timeout_s": 1.0}, "took longer than rollout.agent_timeout_s=1", 0.0),
-        ("import os\nprint('{}')", {}, "the agent received no answer: it sent no valid request", 0.0),
+        ("import os\nprint('{}')", {}, "the agent sent no request to the policy", 0.0),
         (f"{SAY}print('done')", {}, "no reward, as {\"reward\": NUMBER}; its last line is 'done'", 0.0),
         (f"{SAY}print('[' * 10**5)", {}, "reported no reward", 0.0),
         (f"{SAY}print('{{\"reward\": true}}\\n')", {}, None, 1.0),

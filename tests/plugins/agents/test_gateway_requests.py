@@ -96,8 +96,8 @@ def test_requests_that_no_engine_can_answer_are_refused(hermes):
     calls = [{"function": {"name": "f", "arguments": deep}}]
     for api, body, why in (
         (COMPLETIONS, {"prompt": ""}, "the prompt has no tokens"),
-        (CHAT, {"messages": [USER, {"role": "assistant", "tool_calls": calls}, USER]}, "cannot be read"),
-        (CHAT, of_schema(properties=deep), "cannot be read"),
+        (CHAT, {"messages": [USER, {"role": "assistant", "tool_calls": calls}, USER]}, "cannot be rendered"),
+        (CHAT, of_schema(properties=deep), "cannot be rendered"),
         (CHAT, {"tools": [{"function": {"name": 'a"\nb'}}]}, "does not show the tools"),
     ):
         with pytest.raises(BadRequest, match=why) as e:

@@ -118,7 +118,7 @@ def test_any_body_is_read_or_refused_with_a_line(api, body, said):
 
 def test_a_message_that_the_template_or_the_tokenizer_cannot_take_is_refused(hermes):
     episode = Episode(language(hermes), RULES, Recording(hermes, random.Random(0)), hermes.prompt(), greedy(50), 0)
-    for content, why in (("\ud800", "cannot be read"), ("a " * 600, "room for"), ("x" * 2 * 10**6, "characters")):
+    for content, why in (("\ud800", "cannot be rendered"), ("a " * 600, "room for"), ("x" * 2 * 10**6, "characters")):
         with pytest.raises(BadRequest, match=why):
             asyncio.run(episode.answer(CHAT.read({"messages": [{"role": "user", "content": content}]})))
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import secrets
+import textwrap
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -93,14 +94,17 @@ class Episode:
         try:
             new_ids, parent, state = self._context(request, json.dumps(request.tools, ensure_ascii=False))
         except (UserError, UnicodeError, TypeError, ValueError, LookupError, RecursionError) as e:
-            raise BadRequest(f"the messages cannot be read: {e}") from e  # of the template or the tokenizer
+            raise BadRequest(f"the request cannot be rendered: {e}") from e  # by the template or the tokenizer
         ids = new_ids if parent is None else parent.ids + new_ids
         if not ids:
             raise BadRequest("the prompt has no tokens; send some text")
         limit = self._rules.max_prompt_length
         room = min(len(ids), limit) + self._sampling.max_tokens if parent is None else parent.room
         if room - len(ids) < 1:
-            raise self._too_long(f"{len(ids)} tokens, and the conversation has room for {room} with an answer")
+            raise self._too_long(
+                f"{len(ids)} tokens, and the conversation has room for {room} with an answer, by"
+                f" data.max_prompt_length={limit} and data.max_response_length={self._sampling.max_tokens}"
+            )
         max_tokens = room - len(ids) if request.max_tokens is None else min(room - len(ids), request.max_tokens)
         stop = tuple(dict.fromkeys((*self._sampling.stop, *request.stop)))
         sampling = dataclasses.replace(self._sampling, max_tokens=max_tokens, stop=stop)
@@ -223,11 +227,12 @@ class Episode:
         """
         source, code = self._rules.reward, ended.code
         if code is None:
-            return 0.0, f"the agent took longer than rollout.agent_timeout_s={self._rules.timeout_s:g}"
+            limit = f"rollout.agent_timeout_s={self._rules.timeout_s:g}"
+            return 0.0, f"the agent took longer than {limit}, with {len(self._turns)} answers of the policy so far"
         if code != 0 and not (source == "exit" and code == 1):
-            return 0.0, f"the agent exited with {code}: {ended.error[:200] or 'no error output'}"
+            return 0.0, f"the agent exited with {code}: {textwrap.shorten(ended.error, 200) or 'no error output'}"
         if not self._turns:
-            return 0.0, "the agent received no answer: it sent no valid request"
+            return 0.0, f"the agent {'received no answer' if self.refusal else 'sent no request to the policy'}"
         if source != "reported":
             return float(source == "exit" and code == 0), None
         reported_reward = reported.get("reward")

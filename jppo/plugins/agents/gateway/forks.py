@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -25,6 +26,8 @@ from jppo import child_process
 from jppo.errors import UserError
 from jppo.registry import resolve
 
+# Folders of libraries and files, whose frames a traceback leaves out.
+_FOREIGN = (__file__, *{sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 CRASHED, NOT_FOUND = 70, 127  # exit codes: an uncaught exception, of a function or here; a command that cannot start
 
 
@@ -122,11 +125,14 @@ def _run_program(work: Callable[[], int], env: dict[str, str]) -> NoReturn:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """Prints an error of the agent, from the first line that is its own."""
-    callers, own = (__file__, os.path.dirname(asyncio.__file__)), error.__traceback__
-    while own is not None and own.tb_frame.f_code.co_filename.startswith(callers):
-        own = own.tb_next
-    traceback.print_exception(type(error), error, own or error.__traceback__)
+    """Prints an error of the agent with the lines that are its own, where it has some."""
+    printed = traceback.TracebackException.from_exception(error)
+    shown: traceback.TracebackException | None = printed
+    while shown is not None:
+        own = [frame for frame in shown.stack if not frame.filename.startswith(_FOREIGN)]
+        shown.stack[:] = own or shown.stack
+        shown = shown.__cause__ or shown.__context__
+    print(*printed.format(), sep="", end="", file=sys.stderr)
 
 
 def call_with_task(function: Callable[..., Any]) -> int:

@@ -64,10 +64,14 @@ def parse_agent(agent: str) -> "Program":
         raise UserError(f"rollout.agent={agent!r} is no command line: {e}; mend its quotes") from e
     if not command or shutil.which(command[0]) is None:
         program = repr(command[0]) if command else "it"
-        raise UserError(f"rollout.agent={agent!r}: {program} is no program; write a command line, or PATH.py:FUNCTION")
+        remedy = (
+            f"{agent}:FUNCTION, or python {agent}" if agent.endswith(".py") else "a command line, or PATH.py:FUNCTION"
+        )
+        raise UserError(f"rollout.agent={agent!r}: {program} is no program; write {remedy}")
     script = next((word for word in command[1:2] if _INTERPRETER.fullmatch(command[0]) and word[0] != "-"), None)
     if script is not None and not expanded(script).is_file():
-        raise UserError(f"rollout.agent={agent!r}: there is no file {script}; write its path")
+        remedy = f"{script} alone for a function" if _FUNCTION.fullmatch(script) else "its path"
+        raise UserError(f"rollout.agent={agent!r}: there is no file {script}; write {remedy}")
     return Program(agent, ("command", *command))
 
 
