@@ -54,6 +54,7 @@ TESTED = 256  # most rows that are held out, or of a test on training prompts
 HELD_OUT = 5  # one of so many rows is held out
 SERVED_HEAD = 32  # least head size that vLLM serves on a CPU
 TRAINED_BYTES = 16  # of each trained parameter: itself, its gradient and two moments, in float32
+ADDED = 64  # tokens of an agent's own words in its first request
 RANK = 32  # of adapters
 # Learning rate of adapters divided by the one of full fine-tuning (Schulman et al. 2025, LoRA Without Regret).
 ADAPTER_RATE = 10
@@ -270,6 +271,7 @@ def length_choices(
     answers = [row.columns[name] for row in rows for name in SOLUTIONS if isinstance(row.columns.get(name), str)]
     response, reason = (64 if backend == "cpu" else 512), "a guess: the data has no worked solutions to measure"
     if turns:
+        longest += ADDED
         response, reason = 4 * response, "a guess: of all turns after the prompt together"
     elif answers:
         counts = sorted(map(len, inputs.tokenizer(answers, verbose=False)["input_ids"]))
@@ -283,7 +285,10 @@ def length_choices(
     prompt = min(_round_up(longest), max(limit // 2, limit - response))
     if response > limit - prompt:
         response, reason = limit - prompt, f"what the model's {limit} positions leave"
-    yield Proposal("data.max_prompt_length", prompt, f"tokens; the longest prompt has {longest}{left_out}")
+    about = (
+        f"a first request of the agent, {ADDED} more than a prompt" if turns else f"the longest prompt has {longest}"
+    )
+    yield Proposal("data.max_prompt_length", prompt, f"tokens; {about}{left_out}")
     yield Proposal("data.max_response_length", response, f"tokens; {reason}")
 
 

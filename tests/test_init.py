@@ -124,7 +124,9 @@ def test_an_agent_program_plays_the_rows(folder, capsys, reward):
     found = written("rows.jsonl", "--agent=agent.py:play", *reward)
     assert found["rollout.agent"] == "agent.py:play" and found["rollout.agent_format"] == "plain"
     assert found["rollout.agent_reward"] == ("graders" if reward else "reported")
-    assert found["data.prompt_role"] == "" and found["data.max_response_length"] == 56
+    assert (
+        found["data.prompt_role"] == "" and found["data.max_prompt_length"] == found["data.max_response_length"] == 32
+    )
     assert "Check reward and agent, train" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         init.main(["rows.jsonl", "--agent=bash nothing.sh", "--model=model", "--out=other.py"])

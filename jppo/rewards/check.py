@@ -252,9 +252,9 @@ def _report(findings: Sequence[SourceCheck]) -> str:
             lines.append(f"     {finding.warning}")
         if finding.errors:
             first_error = finding.errors[0].replace("\n", "\n     | ")
-            lines.append(
-                f"     {len(finding.errors)} of {finding.judged} could not be graded; the first: {first_error}"
-            )
+            some = len(finding.errors) < finding.judged
+            counted = f"{len(finding.errors)} of {finding.judged} could not be graded; " if some else ""
+            lines.append(f"     {counted}the first: {first_error}")
         elif not finding.good:
             lines.append(
                 f"     the reward does not separate right from wrong answers; it graded {finding.example[-80:]!r};"

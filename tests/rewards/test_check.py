@@ -58,7 +58,7 @@ def test_rows_without_an_answer_are_scored(words, capsys):
     assert printed(capsys) == f"OK   unknown: {said} (2 rows)\n"
     with pytest.raises(SystemExit) as e:
         check.main(words({"prompt": "12345"}, by=0))
-    assert e.value.code == 1 and "could not be graded; the first: function_score: ZeroDivisionError" in printed(capsys)
+    assert e.value.code == 1 and "     the first: function_score: ZeroDivisionError" in printed(capsys)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ class Echo:
         ("* 0", "WARN unknown: right answers earn 0, others' 0, each said in every turn (2 rows)\n     right answers"),
         (
             "/ 0",
-            "FAIL unknown: none of 4 responses could be graded (2 rows)\n     4 of 4",
+            "FAIL unknown: none of 4 responses could be graded (2 rows)\n     the first: environment_score",
         ),
     ],
 )
