@@ -154,7 +154,7 @@ def empty_batch(learner: StepLearner, now: TrainState, rows: Rows) -> tuple[Batc
     if "reference" in results:
         ref_logprob, exact_kl = jax.tree.map(zeros, results["reference"])
         data = data.with_arrays(ref_logprob=ref_logprob, exact_kl=exact_kl)
-    elif recipe.kl_penalty or recipe.kl_loss_type:  # by a server
+    elif learner.reference is None and (recipe.kl_penalty or recipe.kl_loss_type):  # by a server
         data = batch.with_reference_logprobs(data, [])
     if "values" in results:
         data = data.with_arrays(value=zeros(results["values"]))

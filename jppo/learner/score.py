@@ -194,12 +194,14 @@ def make_logprob_kl(kind: kl.Kind | None, logprob: LogProb, exact: Exact | None)
 def make_reference(
     penalty_kind: kl.Kind | None, loss_kind: kl.Kind | None, reference: LogProb, exact: Exact | None, *,
     sampled: bool = False,
-) -> Callable[[Weights, Weights | None, Rows], tuple[Array | None, Array | None]]:  # fmt: skip
+) -> Callable[[Weights, Weights | None, Rows], tuple[Array | None, Array | None]] | None:  # fmt: skip
     """Makes (reference, policy, rows) -> the reference's log-probs, and the reward's exact KL or None.
 
-    The log-probs are computed if a KL by sampled tokens needs them, or if `sampled`.
+    The log-probs are computed if a KL by sampled tokens needs them, or if `sampled`. None if nothing is.
     """
     sampled = sampled or any(kind is not None and kind not in kl.EXACT for kind in (penalty_kind, loss_kind))
+    if not sampled and penalty_kind not in kl.EXACT:
+        return None
 
     def score_reference(ref_params: Weights, params: Weights | None, rows: Rows) -> tuple[Array | None, Array | None]:
         ref_logprob = reference(ref_params, _without_replay(rows)).logprob if sampled else None

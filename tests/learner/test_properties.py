@@ -81,10 +81,11 @@ def passes_of(made):
     loss = update.make_actor_loss(with_kl, made.algorithm, mean=made.mean, bypass_correction=current)
     logprob = jax.jit(look_up_squared if made.algorithm.old_logits else look_up)
     value = lambda table, rows: look_up(table, rows)[0]  # noqa: E731
+    reference = score.make_reference(made.kl_penalty, made.kl_loss_type, look_up, None)
     return dataclasses.replace(
         passes,
         logprob=logprob,
-        reference=jax.jit(score.make_reference(made.kl_penalty, made.kl_loss_type, look_up, None)),
+        reference=None if reference is None else jax.jit(reference),
         value=jax.jit(value) if made.algorithm.critic else None,
         actor=CompiledLoss(
             update.make_accumulate(loss),
