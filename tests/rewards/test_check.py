@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jppo.rewards import check
-from tests.make import one_line, write_rows
+from tests.make import ROOT, one_line, write_rows
 
 FUNCTION = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -157,6 +157,14 @@ def test_an_agent_program_is_run_with_right_and_wrong_answers(
     out = printed(capsys)
     assert all(text in out for text in said), out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agent.py", "mine.py", "rows.jsonl"]
+
+
+def test_the_agent_of_the_page_is_run(words, capsys, tmp_path, tiny_model):
+    page = (ROOT / "docs/agents.md").read_text(encoding="utf-8")
+    (tmp_path / "agent.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    agent = PLAYED | {"rollout.agent": "agent.py:play", "model.path": str(tiny_model)}
+    check.main(words({"prompt": "1+1=", "ground_truth": "2"}, {"prompt": "1+2=", "ground_truth": "3"}, **agent))
+    assert printed(capsys).startswith("OK   unknown: right answers earn 1, others' 0")
 
 
 def test_an_agent_that_cannot_be_imported_and_a_missing_model_are_one_line(words, capsys, tmp_path, tiny_model):
