@@ -348,7 +348,7 @@ def _choose_settings(args: argparse.Namespace) -> list[Proposal]:
     ]
     _say(f"measuring {len(rows)} prompts")
     measured = [*proposals, *loosest_sizes(limit)]
-    if args.agent and load_tokenizer(args.model).chat_template:  # as an agent sends text
+    if args.agent and not any(proposal.name == "rollout.agent_format" for proposal in columns):  # it sends messages
         measured.append(Proposal("data.prompt_role", "user", ""))
     inputs = read_inputs(_make_settings(measured))
     adapters = [*adapter_choices(device, parameters, args.algorithm, args.lora)]

@@ -183,9 +183,10 @@ def checks(run: RunInputs, stack: contextlib.ExitStack, *, call_scorers: bool) -
 
     def check_reward() -> Iterator[Finding]:
         require_reward(c, run.inputs)
-        if not call_scorers and (c.reward.judge.api_type or c.reward.model.path or c.rollout.agent):
+        if not call_scorers and (c.reward.judge.api_type or c.reward.model.path):
             return models_and_data.check_scorers(c)
-        return models_and_data.check_reward(in_scratch, run.inputs, run.mesh)
+        agent = run.inputs.agent if call_scorers or not c.rollout.agent else None
+        return models_and_data.check_reward(in_scratch, run.inputs, run.mesh, agent)
 
     teacher = Check("teacher", lambda: models_and_data.check_reference_server(c, run.inputs), needs=("data",))
     has_servers = c.rollout.name != "inprocess"  # by a server with a port

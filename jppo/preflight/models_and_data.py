@@ -26,6 +26,7 @@ from jppo.preflight.preview import describe_sampling
 from jppo.rewards import check as reward_check
 from jppo.rewards.graders import grader_of
 from jppo.rewards.make import make_refusal, make_reward_sum, needed_columns, require_values
+from jppo.rollout.protocol import Agent
 from jppo.rollout.servers.make import open_reference
 from jppo.run.agreement import sampling_warnings
 from jppo.run.inputs import Inputs, columns_of
@@ -143,7 +144,7 @@ def _data_remedy(about: str) -> str:
 
 
 def check_scorers(c: Settings) -> Iterator[Finding]:
-    """Checks that judge and reward model are there, without scoring anything or starting an agent program."""
+    """Checks that judge and reward model are there, without scoring anything."""
     if c.reward.judge.api_type:
         plugins.load("judge.make").make_judge(c.reward.judge).close()
     if c.reward.model.path:
@@ -151,18 +152,18 @@ def check_scorers(c: Settings) -> Iterator[Finding]:
         tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
         classifier = plugins.load("reward_models.classifier")
         classifier.read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, steps=steps)
-    yield Finding("reward", "OK", "nothing was scored: jppo.doctor calls judge, reward model and agent program")
+    yield Finding("reward", "OK", "nothing was scored: jppo.doctor asks the judge and the reward model")
 
 
-def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
-    """Checks with the run's own reward that right answers earn more than wrong ones, or holds its conversations."""
+def check_reward(c: Settings, inputs: Inputs, mesh: Mesh, agent: Agent | None) -> Iterator[Finding]:
+    """Checks with the run's own reward that right answers earn more than wrong ones; `agent` holds conversations."""
     with contextlib.ExitStack() as stack:
         reward_sum = make_reward_sum(c, mesh, **inputs.reward_arguments())
         stack.callback(reward_sum.close)
         require_values(c, reward_sum, inputs.train.prompts)
         reward_sum.ready()
         checks = reward_check.check_sources(
-            c, reward_sum, inputs.train.prompts, inputs.agent, inputs.tokenizer, inputs.end_tokens
+            c, reward_sum, inputs.train.prompts, agent, inputs.tokenizer, inputs.end_tokens
         )
     for check in checks:
         message = str(check)
@@ -174,6 +175,8 @@ def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
             yield Finding("reward", "WARN" if check.warning else "OK", message, check.warning)
         else:
             yield Finding("reward", "FAIL", message, remedy)
+    if agent is None and inputs.agent is not None:
+        yield Finding("reward", "OK", "the agent program was not run: jppo.doctor runs it")
 
 
 def check_parity(c: Settings) -> Iterator[Finding]:

@@ -5,9 +5,10 @@
 For the first rows of each data source, the run's reward grades the row's right answer and another row's answer. A
 source fails if right answers earn no more than wrong ones, because training could not learn from such a reward. Rows
 without an answer are scored with an empty response and with the prompt as the response; such a source fails only by
-errors, and suspicious scores are a warning. Conversations with tools, an environment or an agent program are held with
-a policy that gives the answer in every turn, and fail only by errors, too. Exit code 1 if one fails. Settings are given
-as --config.SECTION.NAME=VALUE; those of models, batches and engines are not read, but the tokenizer of conversations.
+errors, and suspicious scores are a warning. Conversations with tools, an environment or an agent program are held, too,
+with a policy that gives the answer in every turn; they fail only by errors. Exit code 1 if one fails. Settings are
+given as --config.SECTION.NAME=VALUE; those of models, batches and engines are not read, but the tokenizer of
+conversations.
 """
 
 import contextlib
@@ -59,8 +60,7 @@ class SourceCheck:
     errors: list[str]
     example: str  # a right answer that was graded
     answers: bool = True  # False: `truth` is of the prompt as the response, `wrong` of an empty response
-    talk: bool = False  # an answer was every turn of a conversation
-    by_turns: bool = False  # tools, an environment or an agent program may reward a conversation
+    talk: bool = False  # an answer was every turn of a conversation, whose reward may be for something else
     no_truth: str = ""  # the warning that no row has a ground truth
     constant: bool = False  # all responses had one score
     cost: str = ""  # the time of a slow reward
@@ -69,7 +69,7 @@ class SourceCheck:
     @property
     def good(self) -> bool:
         """Whether the reward separates right from wrong answers, or without answers scores at all."""
-        return not self.errors and (self.truth > self.wrong or not self.answers or self.by_turns)
+        return not self.errors and (self.truth > self.wrong or not self.answers or self.talk)
 
     @property
     def warning(self) -> str:
@@ -102,12 +102,19 @@ def check_sources(
     tokenizer: Any,
     ends: Sequence[int],
 ) -> list[SourceCheck]:
-    """Returns a finding for each data source, from responses to its first rows, or from conversations with an agent."""
+    """Returns findings for each data source: of responses to its first rows, and of conversations with an agent.
+
+    A reward that is only for conversations grades no response.
+    """
+    reads_responses = not all(isinstance(part, ConversationPart) for part in reward_sum.parts.values())
+    checks = _check_responses(reward_sum, prompts) if reads_responses else []
     if agent is None:
-        return _check_responses(reward_sum, prompts)
+        return checks
     try:
         longest = c.data.max_prompt_length
-        return _check_conversations(reward_sum, prompts, agent.talk, tokenizer, ends[0], step_sampling(c, 0), longest)
+        return checks + _check_conversations(
+            reward_sum, prompts, agent.talk, tokenizer, ends[0], step_sampling(c, 0), longest
+        )
     except RolloutError as e:
         raise UserError(str(e)) from e
     finally:
@@ -147,15 +154,14 @@ def _check_conversations(
         return reward_sum.grade(map(sample_of, prompts, held))
 
     trajectories: list[Trajectory] = []
-    by_turns = any(isinstance(part, ConversationPart) for part in reward_sum.parts.values())
     checks = _check_each(grade, prompts, _CONVERSATIONS)
     notes = tuple(_describe_cuts(trajectories, max_prompt_length))
-    return [dataclasses.replace(check, talk=True, by_turns=by_turns, notes=notes) for check in checks]
+    return [dataclasses.replace(check, talk=True, notes=notes) for check in checks]
 
 
 def _describe_cuts(trajectories: Sequence[Trajectory], max_prompt_length: int) -> Iterator[str]:
     """Yields warnings of episodes that take room from answers, or have branches that training leaves out."""
-    longest = max((int(np.argmax(t.sampled)) for t in trajectories), default=0)
+    longest = max((int(np.argmax(t.sampled)) for t in trajectories if t.sampled.any()), default=0)
     if longest > max_prompt_length:
         yield (
             f"the first request has up to {longest} tokens: raise data.max_prompt_length={max_prompt_length}; the rest"

@@ -96,9 +96,10 @@ def test_data_as_they_are_and_with_faults(small_run, tmp_path):
 
 
 def test_a_reward_that_knows_nothing(small_run, tmp_path):
-    def reward():
+    def reward(play=True):
         inputs = read_inputs(typed(small_run))
-        return looked(models_and_data.check_reward, small_run, inputs, make_mesh(typed(small_run)))
+        agent = inputs.agent if play else None
+        return looked(models_and_data.check_reward, small_run, inputs, make_mesh(typed(small_run)), agent)
 
     (found,) = reward()
     assert found.verdict == "OK" and "right answers earn 1" in found.found
@@ -110,8 +111,11 @@ def test_a_reward_that_knows_nothing(small_run, tmp_path):
     assert found.verdict == "FAIL" and "right answers earn 1, others' 1" in found.found and found.remedy
     (tmp_path / "agent.py").write_text("def play(task): raise KeyError(task['ground_truth'])\n")
     small_run.rollout.agent, small_run.rollout.agent_format = f"{tmp_path / 'agent.py'}:play", "plain"
-    (found,) = reward()
-    assert found.verdict == "FAIL" and "the agent exited with 70: KeyError" in found.found and found.remedy
+    of_responses, of_agent = reward()
+    assert of_responses.verdict == "FAIL" and "right answers earn 1, others' 1" in of_responses.found
+    assert of_agent.verdict == "FAIL" and "the agent exited with 70: KeyError" in of_agent.found and of_agent.remedy
+    of_responses, not_run = reward(play=False)  # as in a dry run
+    assert of_responses.verdict == "FAIL" and not_run.verdict == "OK" and "jppo.doctor runs it" in not_run.found
 
 
 def test_parity_with_transformers_and_without_torch(real, quick_compilation, tmp_path, monkeypatch):
