@@ -4,12 +4,15 @@ Needs `pip install reasoning-gym`. Its generators make questions with answers, a
 NAME or NAME:FIELDS, with fields of its config as JSON. The tasks' names are the data sources. No question of test.jsonl
 is in train.jsonl.
 
-`compute_score` is the reward, by `reward.function`: the scorer of the task, from 0 to 1. The answer is the text in the
-last <answer> tags of the response, or without tags the whole response.
+`compute_score` is the reward, by `reward.function`: 1 for an answer that the task's scorer gives its full score, else
+0. Part of a score would teach what scorers give for texts that contain the answer: `10` for a count of 1. The answer is
+the text in the last <answer> tags of the response; without tags the last number where the true answer is a number, else
+the whole response.
 """
 
 import json
 import pathlib
+import re
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -19,6 +22,7 @@ from jppo.errors import UserError
 from jppo.settings import Parser, exit_on_user_error, natural
 
 TASKS = ('chain_sum:{"max_terms": 2, "max_digits": 2}', 'letter_counting:{"min_words": 3, "max_words": 5}')
+_NUMBER = r"-?\d+(?:\.\d+)?"
 
 
 def package() -> ModuleType:
@@ -33,12 +37,14 @@ def package() -> ModuleType:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns the score of the answer by the task's scorer; `pred` is the answer."""
+    """Returns 1.0 for an answer that is right by the task's scorer, else 0.0; `pred` is the answer."""
     gym = package()
-    tagged = gym.utils.extract_answer(solution_str)
-    answer = solution_str.strip() if tagged is None else tagged
+    answer = gym.utils.extract_answer(solution_str)
+    if answer is None:
+        numbers = re.findall(_NUMBER, solution_str) if re.fullmatch(_NUMBER, ground_truth) else []
+        answer = numbers[-1] if numbers else solution_str.strip()
     entry = json.loads((extra_info or {})["entry"])
-    return {"score": gym.get_score_answer_fn(data_source)(answer=answer, entry=entry), "pred": answer}
+    return {"score": float(gym.get_score_answer_fn(data_source)(answer=answer, entry=entry) >= 1), "pred": answer}
 
 
 def make(tasks: Sequence[str], *, seed: int, train: int, test: int) -> dict[str, list[dict[str, Any]]]:

@@ -48,15 +48,27 @@ def test_the_files(made):
         ("It is <answer>5</answer>, no: <answer> -4 </answer>.", 1.0, "-4"),
         ("-4 <answer>5</answer>", 0.0, "5"),
         ("4", 0.0, "4"),
-        ("the answer: -4", 2 / 14, "the answer: -4"),  # the scorer's share for a text with the answer
-        ("<answer>-4", 2 / 10, "<answer>-4"),
+        ("3 - 7 = -4", 1.0, "-4"),
+        ("-4 - 7 = -11", 0.0, "-11"),
+        ("<answer>the answer: -4</answer>", 0.0, "the answer: -4"),  # the scorer gives a share
         ("", 0.0, ""),
+        ("none", 0.0, "none"),
     ],
 )
 def test_scores(response, score, pred):
     entry = {"question": "4 - 1 - 7 =", "answer": "-4", "metadata": {}}
     got = reasoning_tasks.compute_score("chain_sum", response, "-4", {"entry": json.dumps(entry)})
-    assert got == {"score": pytest.approx(score), "pred": pred}
+    assert got == {"score": score, "pred": pred}
+
+
+@needs_package
+def test_an_answer_that_is_no_number_is_the_whole_response():
+    entry = {"question": "", "answer": "olleh 2", "metadata": {}}
+    scores = [
+        reasoning_tasks.compute_score("spell_backward", text, "olleh 2", {"entry": json.dumps(entry)})["score"]
+        for text in ("olleh 2", "2", "the answer is olleh 2")
+    ]
+    assert scores == [1.0, 0.0, 0.0]
 
 
 @needs_package
