@@ -380,7 +380,7 @@ def run_programs(
     to_run: Sequence[programs.Program], progress: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent
 ) -> None:
     """Runs the programs on zeros, so that no step compiles; `progress` gets a label and a total, and counts each."""
-    count_one = progress("programs compiled", len(to_run))
+    count_one = progress("programs ready", len(to_run))
     for program in to_run:
         program.run()
         count_one()

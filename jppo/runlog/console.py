@@ -102,17 +102,16 @@ class Pace:
         self._total = total_steps
         self._first: tuple[int, float] | None = None
 
-    def left(self, step: int) -> str:
-        """Returns the remaining time after `step` as h:mm:ss; unknown until two steps are done."""
+    def left(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Returns the remaining time after `step` as h:mm:ss; after the first step by that step's own time."""
         now = time.monotonic()
-        if self._first is None:
-            if step > 0:  # step 0 is the test before training
-                self._first = (step, now)
+        if self._first is None and step > 0:  # step 0 is the test before training
+            self._first = (step, now)
+        first, start = self._first or (step, now)
+        pace = (now - start) / (step - first) if step > first else metrics.get("timing_s/step")
+        if pace is None:
             return "-:--:--"
-        first, start = self._first
-        if step <= first:
-            return "-:--:--"
-        seconds = round((now - start) / (step - first) * max(self._total - step, 0))
+        seconds = round(pace * max(self._total - step, 0))
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
@@ -144,7 +143,7 @@ class Lines(Steps):
         ]
         stages = _stage_texts(metrics)
         texts += [f"({' '.join(stages)})"] if stages else []
-        texts += [*_memory_texts(metrics), f"ETA {self._pace.left(step)}"]
+        texts += [*_memory_texts(metrics), f"ETA {self._pace.left(step, metrics)}"]
         self.note("  ".join([f"step {step}/{self._total}", *texts]))
 
     def note(self, text: str, style: str = "") -> None:
@@ -196,7 +195,7 @@ class Live(Steps):
         self._steps.append((step, cells))
         step_time = [f"step {metrics['timing_s/step']:.1f} s:"] if "timing_s/step" in metrics else []
         self._footer = "  ".join([*step_time, *_stage_texts(metrics), *_memory_texts(metrics)])
-        self._progress.update(self._task, completed=step, left=self._pace.left(step))
+        self._progress.update(self._task, completed=step, left=self._pace.left(step, metrics))
         self._live.update(self._draw(), refresh=True)
 
     def note(self, text: str, style: str = "") -> None:

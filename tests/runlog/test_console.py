@@ -24,7 +24,7 @@ def test_a_log_gets_one_plain_line_a_step(monkeypatch):
     shown.show(2, {"val/score": 0.5})
     shown.close()
     assert out.getvalue().splitlines() == [
-        "step 1/9  reward 0.250  entropy nan  s/step 2.0  ETA -:--:--",
+        "step 1/9  reward 0.250  entropy nan  s/step 2.0  ETA 0:00:16",  # 8 more steps of 2 s
         "a [note]",
         "step 2/9  test 0.500  ETA 0:01:10",  # 7 more steps of 10 s
     ]
@@ -45,14 +45,14 @@ def test_the_pace_of_a_resumed_run_counts_its_own_steps(monkeypatch):
     now = iter([0.0, 4.0])
     monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
     pace = module.Pace(10)
-    assert [pace.left(6), pace.left(8)] == ["-:--:--", "0:00:04"]
+    assert [pace.left(6, {}), pace.left(8, {})] == ["-:--:--", "0:00:04"]
 
 
 def test_the_pace_leaves_out_the_test_before_training(monkeypatch):
     now = iter([0.0, 100.0, 102.0, 104.0, 110.0])
     monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
     pace = module.Pace(1804)  # of 2 s each after the first, which compiles
-    assert [pace.left(step) for step in (0, 1, 1, 3, 6)] == ["-:--:--"] * 3 + ["1:00:02", "0:59:56"]
+    assert [pace.left(step, {}) for step in (0, 1, 1, 3, 6)] == ["-:--:--"] * 3 + ["1:00:02", "0:59:56"]
 
 
 STEP = {
@@ -77,7 +77,7 @@ def test_a_plain_line_says_time_by_stage_memory_and_what_is_out_of_range():
     shown.show(3, STEP)
     assert out.getvalue() == (
         "step 3/9  reward 0.500  KL 2.5e-01!  entropy 1.234  clipped 0.050  ratio 1.010  vf expl -0.25"
-        "  length 1024.5  tok/s 98,765  s/step 107.1  (gen 60.0 actor 40.0)  host 12.3 GB  ETA -:--:--\n"
+        "  length 1024.5  tok/s 98,765  s/step 107.1  (gen 60.0 actor 40.0)  host 12.3 GB  ETA 0:10:43\n"
     )
 
 

@@ -51,9 +51,9 @@ def test_a_stage_says_how_far_it_is():
     timer = Timers()
     assert timer.line() == ""
     with timer("start"):
-        finish = timer.part("programs compiled", 7)
+        finish = timer.part("programs ready", 7)
         finish()
-        assert timer.line() == "start, 1 of 7 programs compiled, 0 s"
+        assert timer.line() == "start, 1 of 7 programs ready, 0 s"
         timer.part("the first publish")
         assert timer.line() == "start, the first publish, 0 s"
     with timer("step", number=3):
