@@ -128,7 +128,7 @@ class Served(Sampler, Protocol):
         """
 
     def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
-        """Samples one answer per prompt and server with the current weights, without tools or environments."""
+        """Samples `sampling.n` answers per prompt and server by the current weights, without tools or environments."""
 
     def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
         """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""

@@ -25,6 +25,7 @@ from jppo.types import Array, Batch, Prompt, Reward, Sampling, TrainState, Traje
 
 KL = "rollout_corr/kl"
 PROBES = 16  # responses of a server that check a publish
+COPIES = 2  # of a prompt among them where rows are for several samples of one
 # Tokens of each response, part of the bounds; the second round is where the first fails.
 PROBE_ROUNDS = ((4, 0.5), (64, 1.0))
 
@@ -144,10 +145,13 @@ def require_published(
     """
     if isinstance(sampler, InprocessSampler):  # samples from the trainer's arrays
         return
-    version, prompts, bound = int(now.step), _longest_prompts(inputs, PROBES), limits(c)
+    copies = COPIES if learner.plan.prices is not None else 1
+    version, prompts, bound = int(now.step), _longest_prompts(inputs, PROBES // copies), limits(c)
     mismatched: dict[str, LogpGap] = {}
     for tokens, share in PROBE_ROUNDS:
-        sampling = dataclasses.replace(_probe_sampling(c, version), max_tokens=min(tokens, c.data.max_response_length))
+        sampling = dataclasses.replace(
+            _probe_sampling(c, version), n=copies, max_tokens=min(tokens, c.data.max_response_length)
+        )
         probes = trajectories.of_all(hosts, hosts.together(functools.partial(sampler.probe, prompts, sampling)))
         by_server: dict[str, list[np.ndarray]] = {}
         for trajectory, gaps in zip(probes, _logprob_gaps(learner, now, probes), strict=True):

@@ -105,7 +105,7 @@ class Fleet(Served):
         return self._thread.submit(protocol.converse(self.ask, self._talk, prompts, sampling, done, only))
 
     def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
-        """Samples as many answers per server as there are prompts, without tools or environments.
+        """Samples answers to as many prompts per server as are given, without tools or environments.
 
         Samples of the next steps that wait for a server do not delay it.
         """
