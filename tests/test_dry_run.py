@@ -24,7 +24,7 @@ from jppo.plugins.forecast.machines import GIB
 from jppo.preflight import memory, memory_budget, preview, programs, servers
 from jppo.preflight.request import DryRun
 from jppo.run.inputs import read_inputs
-from jppo.run.make import list_run_programs, make_learner, plan_of_run, run_programs
+from jppo.run.make import list_run_programs, make_learner, plan_of_run, prepare_programs
 from tests.make import changed, typed, write_lines
 
 KEY = jax.random.key(0)
@@ -70,7 +70,8 @@ def test_programs_are_those_that_a_run_compiles(small_run, quick_compilation):
     learner, now = make_learner(typed(c), inputs, mesh)
     jax.clear_caches()  # some passes are functions that other learners have compiled, too
     listed = list_run_programs(typed(c), learner, now)
-    run_programs(listed)
+    for program in listed:
+        program.run()
     for field in dataclasses.fields(learner.passes):
         if (fn := getattr(learner.passes, field.name)) is not None:
             counted += getattr(fn, "accumulate", fn)._cache_size()
@@ -116,7 +117,7 @@ def test_the_largest_programs_of_a_run_are_compiled_as_the_run_compiles_them(sma
         preview.look_up_sizes(c, inputs, mesh)
         jax.clear_caches()
         jax.config.update("jax_dump_ir_to", str(tmp_path / "run"))
-        run_programs(list_run_programs(c, *make_learner(c, inputs, mesh)))
+        prepare_programs(list_run_programs(c, *make_learner(c, inputs, mesh)))
     finally:
         jax.config.update("jax_dump_ir_to", "")
     ours, runs = modules(tmp_path / "estimate"), modules(tmp_path / "run")

@@ -414,7 +414,7 @@ def test_a_name_that_the_reward_lacks_ends_the_run_before_anything_starts(
     (tmp_path / "function.py").write_text(FUNCTION)
     started = []
     monkeypatch.setattr(start, "open_engine", lambda *_: started.append("a server"))
-    monkeypatch.setattr(start, "run_programs", lambda *_: started.append("a compilation"))
+    monkeypatch.setattr(start, "prepare_programs", lambda *_: started.append("a compilation"))
     small_run.rollout.n, small_run.algorithm.adv_estimator = 2, "gdpo"
     placed = {name: f"{tmp_path}/{value}" if ".py" in str(value) else value for name, value in changes.items()}
     with pytest.raises(UserError, match=said) as e:

@@ -260,7 +260,11 @@ def test_the_start_of_a_new_value_head_may_not_change(whole):
             "run/checkpoints/2 is of a run by gae, which has a critic, and this is one by grpo; give it",
         ),
         ("make_learner", {"actor__freeze": "model.embed*"}, "actor.freeze=.* was '' when the checkpoint was"),
-        ("run_programs", {"model__lora_rank": 2, "trainer__total_training_steps": 3}, "model.path: the checksum of"),
+        (
+            "prepare_programs",
+            {"model__lora_rank": 2, "trainer__total_training_steps": 3},
+            "model.path: the checksum of",
+        ),
     ],
 )
 def test_a_folder_of_another_run_is_refused_before_it_compiles(whole, monkeypatch, function, changes, error):

@@ -22,7 +22,7 @@ from jppo.rollout.make import make_publish_settings, open_engine, published_dtyp
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run import agreement
 from jppo.run.inputs import Inputs, engine_arguments, read_inputs, require_reward
-from jppo.run.make import list_run_programs, make_learner, run_programs
+from jppo.run.make import list_run_programs, make_learner
 from jppo.run.supervised import Task
 from jppo.settings import Settings, Supervised, Training
 from jppo.settings.rules_rollout import publish_via
@@ -229,12 +229,13 @@ def with_scratch_folder(c: Settings, stack: contextlib.ExitStack) -> tuple[Setti
 
 
 def check_programs(run: RunInputs, trainer: StepLearner, state: TrainState) -> Finding:
-    """Compiles every program of a step and runs it on zeros, as a run's start does."""
+    """Compiles every program of a step and runs it on zeros."""
     start, programs = time.monotonic(), list_run_programs(run.c, trainer, state)
-    run_programs(programs)
+    for program in programs:
+        program.run()
     accounts = [moment.compiled.work for moment in run.estimate[1].moments]
     kernels = {name for account in accounts if account is not None for name in account.kernels}
-    summary = f"{len(programs)} compiled and run on empty rows in {time.monotonic() - start:.0f} s, as at a run's start"
+    summary = f"{len(programs)} compiled and run on empty rows in {time.monotonic() - start:.0f} s"
     names = ", ".join(sorted(name.removeprefix("__") for name in kernels)) or "none, attention is XLA's"
     return Finding("programs", "OK", f"{summary}; custom kernels: {names}")
 

@@ -376,13 +376,18 @@ def list_run_programs(c: Settings, learner: StepLearner, now: TrainState) -> lis
     return programs.list_programs(learner, now, shuffled=most_sequences(c) if shuffles else 0)
 
 
-def run_programs(
-    to_run: Sequence[programs.Program], progress: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent
+def prepare_programs(
+    listed: Sequence[programs.Program], progress: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent
 ) -> None:
-    """Runs the programs on zeros, so that no step compiles; `progress` gets a label and a total, and counts each."""
-    count_one = progress("programs ready", len(to_run))
-    for program in to_run:
-        program.run()
+    """Compiles the programs, so that no step does; `progress` gets a label and a total, and counts each.
+
+    Accelerators and several processes also run them on zeros, which opens libraries and links, and needs the memory
+    that a step needs.
+    """
+    only_compile = jax.default_backend() == "cpu" and jax.process_count() == 1
+    count_one = progress("programs ready", len(listed))
+    for program in listed:
+        program.compile() if only_compile else program.run()
         count_one()
 
 

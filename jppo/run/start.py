@@ -41,7 +41,7 @@ from jppo.run import resume
 from jppo.run.agreement import Match, agree, sampling_warnings
 from jppo.run.inputs import Inputs, describe_decoding, engine_arguments, read_inputs, require_reward
 from jppo.run.loop import Opened
-from jppo.run.make import list_run_programs, make_learner, replayed_experts, require_models_fit, run_programs
+from jppo.run.make import list_run_programs, make_learner, prepare_programs, replayed_experts, require_models_fit
 from jppo.run.recording import Recorder, make_recorder
 from jppo.run.resume import Begun, data_checksums, finished
 from jppo.runlog import durable_files
@@ -161,7 +161,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             del begin  # a resumed run must not hold two states
         if not read_only:
             with laps("compilation"):
-                run_programs(list_run_programs(c, learner, begun.now.state), host.timer.part)
+                prepare_programs(list_run_programs(c, learner, begun.now.state), host.timer.part)
         with laps("waiting for the sampler"):
             sampler = open_sampler()
         with laps("publish"):  # of the base first, on which adapters are published

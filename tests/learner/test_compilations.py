@@ -1,4 +1,4 @@
-"""After `run_programs` and one step nothing is compiled, whatever lengths the batches have."""
+"""After `prepare_programs` and one step nothing is compiled, whatever lengths the batches have."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ import pytest
 from jppo.learner import catalogue, estimate, sharding, state
 from jppo.learner.ppo import Epochs, StepLearner
 from jppo.learner.programs import list_programs
-from jppo.run.make import run_programs
+from jppo.run.make import prepare_programs
 
 CORRECTED = dict(
     correction=estimate.Correction("sequence", 0.5, 2.0, normalize=True, rules=(("token_k1", 0.5, 2.0),)),
@@ -69,7 +69,7 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
         mesh=ours.mesh, cfg=None, plan=plan, shape=ours.shape, recipe=ours.recipe, passes=ours.passes,
         reference=reference, actor_epochs=EPOCHS, critic_epochs=EPOCHS, **how,
     )  # fmt: skip
-    run_programs(list_programs(learner, now))
+    prepare_programs(list_programs(learner, now))
     step = jax.device_put(np.int32(0), sharding.replicated(ours.mesh))
     batches = [drawn(16, seed=seed) for seed in range(4)]
     # The first batch has one shape only, so that the others bring shapes that no step has had.
@@ -86,7 +86,6 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
             policy, policy_opt, _ = how["actor"].learn(policy, policy_opt, step, minis, judge, key=now.key)
             step = step + 1
         shapes.append({micro.rows.mask.shape for mini in minis for micro in mini.micros})
-        if number:
-            assert not seen, f"step {number} compiled {seen}"
-        assert "jit(apply)" not in seen
+        # The first also has `step + 1`, which is of this test.
+        assert seen in ([], ["jit(add)"] * (not number)), f"step {number} compiled {seen}"
     assert len(set.union(*shapes)) > len(shapes[0]), "the later batches must bring shapes that the first had not"

@@ -66,7 +66,7 @@ def card(config, python, tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, wrapped)
 
     enters(start, "make_learner", STATE, STATE)
-    enters(start, "run_programs", STATE + UPDATE, STATE)
+    enters(start, "prepare_programs", STATE + UPDATE, STATE)
     for name in ("with_old_logprob", "with_values"):
         enters(ppo, name, STATE + SCORING, STATE)
     enters(Trainable, "learn", STATE + UPDATE, STATE)
