@@ -69,6 +69,7 @@ class Exchange:
     tool_earned: tuple[tuple[int, float], ...] = ()  # the rewards from tools, in the same form
     program_s: float | None = None  # seconds of an agent program outside the engine; None: no program
     branches_left_out: int = 0  # of an agent's episode, beyond the limit
+    refusal: str = ""  # why the last request that an agent's episode could not answer was refused
 
 
 @dataclasses.dataclass(frozen=True)

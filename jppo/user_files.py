@@ -5,12 +5,15 @@ folder by their plain names, unless Python has another module of the name.
 """
 
 import importlib.util
+import inspect
 import pathlib
 import re
 import symtable
 import sys
 import zlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 _DEFINING = ("exec", "globals", "locals", "vars", "setattr", "eval")
 _STAR = re.compile(r"import\s*\(?\s*\*")
@@ -54,3 +57,10 @@ def names_in(text: str, path: str) -> list[str] | None:
             if (table is top or symbol.is_declared_global()) and (symbol.is_assigned() or symbol.is_imported()):
                 names[symbol.get_name()] = True
     return None if "__getattr__" in names or _STAR.search(text) else list(names)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call returns a coroutine: of a function, a method, or an object's `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )

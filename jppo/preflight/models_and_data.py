@@ -168,8 +168,10 @@ def check_reward(c: Settings, inputs: Inputs, mesh: Mesh, agent: Agent | None) -
     for check in checks:
         message = str(check)
         if check.errors:
-            first_error = check.errors[0].partition("\n")[0]
-            message += f"; {len(check.errors)} could not be graded, the first: {first_error[:ERROR_LENGTH]}"
+            first_error = check.errors[0][1].partition("\n")[0]
+            message += (
+                f"; {len(check.errors)} of {check.graded} could not be graded, the first: {first_error[:ERROR_LENGTH]}"
+            )
         remedy = "check data_source, ground_truth and reward.*: python -m jppo.rewards.check shows more"
         if check.good:
             yield Finding("reward", "WARN" if check.warning else "OK", message, check.warning)

@@ -2,18 +2,24 @@
 
     python -m jppo.rewards.check --config.data.train_files=train.jsonl --config.reward.function=reward.py
 
-For the first rows of each data source, the run's reward grades the row's right answer and another row's answer. A
-source fails if right answers earn no more than wrong ones, because training could not learn from such a reward. Rows
-without an answer are scored with an empty response and with the prompt as the response; such a source fails only by
-errors, and suspicious scores are a warning. Conversations with tools, an environment or an agent program are held, too,
-with a policy that gives the answer in every turn; they fail only by errors. Exit code 1 if one fails. Settings are
-given as --config.SECTION.NAME=VALUE; those of models, batches and engines are not read, but the tokenizer of
-conversations.
+For the first rows of each data source, the run's reward grades the row's right answer in several forms, another row's
+right answer, and texts without an answer. A source fails if right answers earn no more than wrong ones, because
+training could not learn from such a reward, or if a text cannot be graded. A reward that does not read the ground truth
+is a warning. Rows without an answer are scored with an empty response and with the prompt as the response; such a
+source fails only by errors, and suspicious scores are a warning. Conversations with tools, an environment or an agent
+program are held, too, with a policy that gives the answer in every turn; they fail only by errors. Exit code 1 if one
+fails. Settings are given as --config.SECTION.NAME=VALUE; those of models, batches and engines are not read, but the
+tokenizer of conversations.
 """
 
+import collections
 import contextlib
 import dataclasses
+import json
+import math
 import sys
+import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,8 +48,20 @@ NO_TRUTH = "no row has a ground truth, so a function that reads it gets ''; data
 SLOW_S = 1.0  # a report names the time of rewards that took longer
 # Characters of most kinds, for functions that count some of them or search for a format.
 _PROBE = 'No! Is 3 + 4 = "7"? (Yes.)\n<answer>\\boxed{7}</answer>\n```python\nprint([7])\n```\n{"A": 7}\n#### 7'
+_WORDS = " ".join(["The train left at noon, and nobody on the platform knew where it would stop."] * 8)
 # Forms of a ground truth for sources without solutions, as the rules read them; tried in turn.
 _FORMS = ("#### {}", "\\boxed{{{}}}", "The answer is {}.", "{}")
+_FURTHER_FORMS = (
+    "<think>So.</think>\n<answer>{}</answer>",
+    "Answer: {}",
+    "Final Answer: {}",
+    '{{"answer": "{}"}}',
+    "({})",
+)
+_PROGRAMS = ("code", "canonical_solution")  # columns of programs
+TRY_ANSWERS = "a column 'answer' with right responses, as the model should write them, is graded"
+LATE = "took longer than"  # of errors
+WAIT_S = 10.0  # until a check says what it waits for
 Grade = Callable[[Sequence[Prompt], Sequence[str]], list[Reward]]  # texts as responses to the prompts
 
 
@@ -54,22 +72,24 @@ class SourceCheck:
     source: str
     rows: int
     graded: int  # responses
-    judged: int  # of these, those whose scores count
     truth: float  # mean score of right answers
     wrong: float  # mean score of other rows' answers
-    errors: list[str]
+    errors: list[tuple[str, str]]  # of responses: the response, and why it could not be graded
     example: str  # a right answer that was graded
+    specified: bool = False  # the ground truth is an object, perhaps what an answer must fulfil
+    reads_truth: bool = True  # False: a response earns the same beside another ground truth
     answers: bool = True  # False: `truth` is of the prompt as the response, `wrong` of an empty response
     talk: bool = False  # an answer was every turn of a conversation, whose reward may be for something else
-    no_truth: str = ""  # the warning that no row has a ground truth
+    no_truth: str = ""  # the remark that no row has a ground truth
     constant: bool = False  # all responses had one score
     cost: str = ""  # the time of a slow reward
-    notes: tuple[str, ...] = ()  # on conversations that training would cut
+    notes: tuple[str, ...] = ()  # warnings of another kind
 
     @property
     def good(self) -> bool:
-        """Whether the reward separates right from wrong answers, or without answers scores at all."""
-        return not self.errors and (self.truth > self.wrong or not self.answers or self.talk)
+        """Whether the reward separates right from wrong answers, or is none of which that could be asked."""
+        excused = not self.answers or self.talk or self.specified or not self.reads_truth
+        return not self.errors and (self.truth > self.wrong or excused)
 
     @property
     def warning(self) -> str:
@@ -82,15 +102,21 @@ class SourceCheck:
         elif self.constant:
             reason = f"every response that was tried earns {self.truth:.3g}: check that the reward reads the response"
         elif self.answers and self.truth <= self.wrong:
-            reason = "right answers earn no more: check the reward, unless it is for calls or for how an episode ends"
-        return "; ".join(filter(None, (reason, self.no_truth if reason or self.answers else "", *self.notes)))
+            reason = "right answers earn no more: "
+            if self.talk:
+                reason += "check the reward, unless it is for calls or for how an episode ends"
+            elif self.specified:
+                reason += f"the ground truth is an object; {TRY_ANSWERS}"
+            else:
+                reason += "each response earned the same beside another ground truth, as if the reward did not read it"
+        return "; ".join(filter(None, (reason, self.no_truth if reason else "", *self.notes)))
 
     def __str__(self) -> str:
         template = "right answers earn {:.3g}, others' {:.3g}" + ", each said in every turn" * self.talk
         if not self.answers:
             template = "no answers in the data; the prompt as the response earns {:.3g}, an empty response {:.3g}"
-        if len(self.errors) == self.judged:
-            template = f"none of {self.judged} responses could be graded"
+        if len(self.errors) == self.graded:
+            template = f"none of {self.graded} responses could be graded"
         return f"{self.source}: {template.format(self.truth, self.wrong)} ({self.rows} rows{self.cost})"
 
 
@@ -156,7 +182,7 @@ def _check_conversations(
     trajectories: list[Trajectory] = []
     checks = _check_each(grade, prompts, _CONVERSATIONS)
     notes = tuple(_describe_cuts(trajectories, max_prompt_length))
-    return [dataclasses.replace(check, talk=True, notes=notes) for check in checks]
+    return [dataclasses.replace(check, talk=True, notes=check.notes + notes) for check in checks]
 
 
 def _describe_cuts(trajectories: Sequence[Trajectory], max_prompt_length: int) -> Iterator[str]:
@@ -167,6 +193,9 @@ def _describe_cuts(trajectories: Sequence[Trajectory], max_prompt_length: int) -
             f"the first request has up to {longest} tokens: raise data.max_prompt_length={max_prompt_length}; the rest"
             " of it takes room from the answers"
         )
+    refusals = [t.exchange.refusal for t in trajectories if t.exchange is not None and t.exchange.refusal]
+    if refusals:
+        yield f"{len(refusals)} of {len(trajectories)} episodes had a request refused, the first: {refusals[0]}"
     if left_out := max((t.exchange.branches_left_out for t in trajectories if t.exchange is not None), default=0):
         yield f"up to {left_out} branches of an episode are left out of training: see rollout.agent_branches"
 
@@ -176,18 +205,67 @@ def _check_each(grade: Grade, prompts: Sequence[Prompt], rows: int) -> list[Sour
     checks = []
     for source in sorted({prompt.data_source for prompt in prompts}):
         start = time.monotonic()
-        check = _check(grade, [p for p in prompts if p.data_source == source], rows)
+        waiting = threading.Timer(WAIT_S, print, [f"{source}: waiting for the reward or the agent"], {"flush": True})
+        waiting.daemon = True
+        waiting.start()
+        try:
+            check = _check(grade, [p for p in prompts if p.data_source == source], rows)
+        finally:
+            waiting.cancel()
         seconds = time.monotonic() - start
         cost = f", {seconds:.1f} s for {check.graded} responses" if seconds >= SLOW_S else ""
         checks.append(dataclasses.replace(check, cost=cost))
     return checks
 
 
-def solutions(prompt: Prompt) -> list[str]:
+def solutions(prompt: Prompt, forms: Sequence[str] = _FORMS) -> list[str]:
     """Returns right answers: the worked solution first, then the ground truth in the forms that rules read."""
     tables = [prompt.extra, prompt.extra.get("extra_info") or {}]
-    worked = [table[name] for table in tables for name in SOLUTIONS if isinstance(table.get(name), str)]
-    return worked + [form.format(prompt.ground_truth) for form in _FORMS if prompt.ground_truth]
+    worked = [str(table[name]) for table in tables for name in SOLUTIONS if _is_text_or_number(table.get(name))]
+    truth, _ = _plain_truth(prompt.ground_truth)
+    programs = [table[name] for table in tables for name in _PROGRAMS if truth and isinstance(table.get(name), str)]
+    worked += [f"```python\n{program}\n```" for program in programs]
+    return worked + [form.format(truth) for form in forms if truth]
+
+
+def _is_text_or_number(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool) and value == value
+
+
+def _plain_truth(ground_truth: str) -> tuple[str, bool]:
+    """Returns the answer that a ground truth says, and whether it is an object, whose 'target' may be the answer."""
+    try:
+        value = json.loads(ground_truth)
+    except ValueError:
+        return ground_truth, False
+    if not isinstance(value, dict):
+        return ground_truth, False
+    target = value.get("target", ground_truth)
+    target = target[0] if isinstance(target, list) and target else target
+    return (str(target) if _is_text_or_number(target) else ground_truth), True
+
+
+def _contrast(truths: Sequence[str], most: int) -> tuple[list[int], list[int | None]]:
+    """Chooses up to `most` rows, and for each of them the chosen row whose right answer is wrong for it.
+
+    Each chosen row is another's wrong one, so that right and wrong answers are the same texts. The first rows are
+    chosen, but none for a truth that half of them have. None: all truths are equal.
+    """
+    chosen: list[int] = []
+    counts = collections.Counter[str]()
+    for i, truth in enumerate(truths):
+        if len(chosen) < most and counts[truth] < max(1, most // 2):
+            chosen.append(i)
+            counts[truth] += 1
+    commonest, times = counts.most_common(1)[0]
+    others = len(chosen) - times
+    if not others:
+        first = range(min(most, len(truths)))
+        return list(first), [None for _ in first]
+    surplus = [i for i in chosen if truths[i] == commonest][others:]
+    chosen = sorted(set(chosen) - set(surplus), key=lambda i: truths[i])
+    shift = min(times, others)  # beyond every row of the same truth
+    return chosen, [chosen[(k + shift) % len(chosen)] for k in range(len(chosen))]
 
 
 def _check(grade: Grade, prompts: list[Prompt], rows: int) -> SourceCheck:
@@ -195,42 +273,99 @@ def _check(grade: Grade, prompts: list[Prompt], rows: int) -> SourceCheck:
     answered = [prompt for prompt in prompts if solutions(prompt)]
     if not answered:
         return _check_without_answers(grade, prompts[:rows])
-    without, prompts = len(prompts) - len(answered), answered[:rows]
-    solutions_of = [solutions(prompt) for prompt in prompts]
-    truths = [prompt.ground_truth or texts[0] for prompt, texts in zip(prompts, solutions_of, strict=True)]
-    # The first row with another truth; None if all are equal: an empty answer is wrong.
-    other_rows = [next((j for j, other in enumerate(truths) if other != truth), None) for truth in truths]
-    right_texts = [[texts[min(i, len(texts) - 1)] for texts in solutions_of] for i in range(len(solutions_of[0]))]
-    wrong_texts = [["" if j is None else right[j] for j in other_rows] for right in right_texts]
-    answers = right_texts + wrong_texts
-    # All at once: a part that normalises scores uses the same scale for all.
-    all_rewards = iter(grade(prompts * len(answers), [text for texts in answers for text in texts]))
-    graded_forms = [[next(all_rewards) for _ in prompts] for _ in answers]
-    means = [_mean_score(rewards) for rewards in graded_forms[: len(right_texts)]]
-    best_form = max(range(len(means)), key=lambda i: means[i])
-    best_answers, wrong_rewards = right_texts[best_form], graded_forms[len(right_texts) + best_form]
-    errors = [r.error for r in (*graded_forms[best_form], *wrong_rewards) if r.error is not None]
+    others = len(prompts) - len(answered)
+    chosen, wrong_rows = _contrast([prompt.ground_truth or solutions(prompt)[0] for prompt in answered], rows)
+    prompts = [answered[i] for i in chosen]
+    place = {row: k for k, row in enumerate(chosen)}
+    partners = [None if row is None else place[row] for row in wrong_rows]
+    texts = solutions(prompts[0])[:1]
+    first = grade(prompts[:1], texts)
+    if any(LATE in (reward.error or "") for reward in first):  # the others would take as long, each
+        return _conclude(prompts[:1], [_Graded(texts, [], first, [])], [], others=others)
+    forms = _grade_forms(grade, prompts, partners, [solutions(prompt) for prompt in prompts])
+    blank = grade(prompts[:1] * 2, ["", _WORDS])
+    separates = any(form.separates or form.errors() for form in forms)
+    if not separates and any(prompt.ground_truth for prompt in prompts):
+        forms += _grade_forms(grade, prompts, partners, [solutions(prompt, _FURTHER_FORMS) for prompt in prompts])
+    return _conclude(prompts, forms, list(zip(["", _WORDS], blank, strict=True)), others=others)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graded:
+    """One form of the answers of a source's rows, graded beside their own rows and as wrong answers of others."""
+
+    texts: list[str]
+    partners: list[int | None]  # the row whose text was each row's wrong answer; None: an empty response
+    right: list[Reward]
+    wrong: list[Reward]
+
+    @property
+    def separates(self) -> bool:
+        return _mean_score(self.right) > _mean_score(self.wrong)
+
+    @property
+    def reads_truth(self) -> bool:
+        """Whether a text earned another score beside another ground truth, or none was tried there."""
+        pairs = [
+            (self.right[j].score, wrong.score)
+            for j, wrong in zip(self.partners, self.wrong, strict=True)
+            if j is not None
+        ]
+        return not pairs or any(a != b for a, b in pairs)
+
+    def errors(self) -> list[tuple[str, str]]:
+        wrong_texts = ["" if j is None else self.texts[j] for j in self.partners]
+        graded = zip(self.texts + wrong_texts, self.right + self.wrong, strict=True)
+        return [(text, reward.error) for text, reward in graded if reward.error is not None]
+
+
+def _grade_forms(
+    grade: Grade, prompts: list[Prompt], partners: list[int | None], answers: list[list[str]]
+) -> list[_Graded]:
+    """Grades each form of the answers, in one call: a part that normalises scores uses the same scale for all."""
+    forms = [[texts[min(i, len(texts) - 1)] for texts in answers] for i in range(len(answers[0]))]
+    wrong = [["" if j is None else texts[j] for j in partners] for texts in forms]
+    rewards = iter(grade(prompts * 2 * len(forms), [text for texts in forms + wrong for text in texts]))
+    graded = [[next(rewards) for _ in prompts] for _ in range(2 * len(forms))]
+    return [
+        _Graded(*parts) for parts in zip(forms, [partners] * len(forms), graded, graded[len(forms) :], strict=False)
+    ]
+
+
+def _conclude(
+    prompts: list[Prompt], forms: list[_Graded], further: list[tuple[str, Reward]], *, others: int
+) -> SourceCheck:
+    """Returns the result of the graded forms and of further responses; `others` rows have no answer."""
+    best = max(forms, key=lambda form: _mean_score(form.right))
+    scores = {reward.score for form in forms for reward in (*form.right, *form.wrong)}
+    scores |= {reward.score for _, reward in further}
+    errors = [error for form in forms for error in form.errors()]
+    errors += [(text, reward.error) for text, reward in further if reward.error is not None]
+    varies = len(scores) > 1 and any(prompt.ground_truth for prompt in prompts)
     return SourceCheck(
         source=prompts[0].data_source,
         rows=len(prompts),
-        graded=len(prompts) * len(answers),
-        judged=2 * len(prompts),
-        truth=means[best_form],
-        wrong=_mean_score(wrong_rewards),
+        graded=sum(len(form.right) + len(form.wrong) for form in forms) + len(further),
+        truth=_mean_score(best.right),
+        wrong=_mean_score(best.wrong),
         errors=errors,
-        example=best_answers[0],
-        no_truth=f"{without} other rows have no answer" if without else _no_truth(prompts),
+        example=best.texts[0],
+        specified=all(_plain_truth(prompt.ground_truth)[1] and not solutions(prompt, ()) for prompt in prompts),
+        reads_truth=not varies or any(form.reads_truth for form in forms),
+        no_truth=_no_truth(prompts),
+        notes=(f"{others} other rows have no answer",) if others else (),
     )
 
 
 def _check_without_answers(grade: Grade, prompts: list[Prompt]) -> SourceCheck:
-    """Scores a source whose rows have no answers: each prompt as its own response, an empty response, and a probe."""
+    """Scores a source whose rows have no answers: prompts as their own responses, empty responses, and two texts."""
     texts = [p.messages if isinstance(p.messages, str) else p.messages[-1]["content"] for p in prompts]
-    rewards = grade([*prompts * 2, prompts[0]], [*texts, *[""] * len(texts), _PROBE])
-    echo_score, empty_score = _mean_score(rewards[: len(texts)]), _mean_score(rewards[len(texts) : -1])
-    errors = [r.error for r in rewards if r.error is not None]
+    responses = [*texts, *[""] * len(texts), _PROBE, _WORDS]
+    rewards = grade([*prompts * 2, *prompts[:1] * 2], responses)
+    echo_score, empty_score = _mean_score(rewards[: len(texts)]), _mean_score(rewards[len(texts) : -2])
+    errors = [(text, r.error) for text, r in zip(responses, rewards, strict=True) if r.error is not None]
     return SourceCheck(
-        prompts[0].data_source, len(prompts), len(rewards), len(rewards), echo_score, empty_score, errors, texts[0],
+        prompts[0].data_source, len(prompts), len(rewards), echo_score, empty_score, errors, texts[0],
         answers=False, no_truth=_no_truth(prompts), constant=len({reward.score for reward in rewards}) == 1,
     )  # fmt: skip
 
@@ -245,7 +380,7 @@ def _no_truth(prompts: Sequence[Prompt]) -> str:
 
 def _mean_score(rewards: Sequence[Reward]) -> float:
     scores = [r.score for r in rewards if r.error is None]
-    return sum(scores) / len(scores) if scores else float("-inf")
+    return math.fsum(scores) / len(scores) if scores else float("-inf")  # whatever their order
 
 
 def _report(findings: Sequence[SourceCheck]) -> str:
@@ -257,14 +392,18 @@ def _report(findings: Sequence[SourceCheck]) -> str:
         if finding.warning:
             lines.append(f"     {finding.warning}")
         if finding.errors:
-            first_error = finding.errors[0].replace("\n", "\n     | ")
-            some = len(finding.errors) < finding.judged
-            counted = f"{len(finding.errors)} of {finding.judged} could not be graded; " if some else ""
-            lines.append(f"     {counted}the first: {first_error}")
+            (response, error), count = finding.errors[0], len(finding.errors)
+            first_error = error.replace("\n", "\n     | ")
+            if count == finding.graded:
+                lines.append(f"     the first: {first_error}")
+            else:
+                counted = f"{count} of {finding.graded} could not be graded"
+                lines.append(f"     {counted}, the first {textwrap.shorten(response, 60)!r}: {first_error}")
+                lines.append("     give every text a score, 0 without an answer: such samples are left out of training")
         elif not finding.good:
             lines.append(
                 f"     the reward does not separate right from wrong answers; it graded {finding.example[-80:]!r};"
-                " check data_source, ground_truth and reward.*, unless your function does not use right answers"
+                f" check data_source, ground_truth and reward.*; {TRY_ANSWERS}"
             )
             if finding.no_truth:
                 lines.append(f"     {finding.no_truth}")

@@ -159,9 +159,12 @@ class Pool:
                 worker.ready[job.target] = prepared
         reply = prepared
         if job.samples is not None and job.target in worker.ready:
-            reply = worker.ask({"target": job.target, "samples": job.samples}, self.timeout_s * len(job.samples))
+            request, seconds = {"target": job.target, "samples": job.samples}, self.timeout_s * len(job.samples)
+            reply = worker.ask(request, seconds, "; reward.timeout_s is the limit of a sample")
         if "memory" in reply or "error" in reply:
-            _fail_job(job, reply.get("error", f"it used more than {self.memory_bytes / 2**20:g} MiB of memory"))
+            remedy = "" if job.samples is None else "; raise reward.memory_bytes if it needs more"
+            memory = f"it used more than {self.memory_bytes / 2**20:g} MiB of memory{remedy}"
+            _fail_job(job, reply.get("error", memory))
         elif job.samples is None:
             job.futures[0].set_result(reply["batch"])
         else:
@@ -207,8 +210,8 @@ class _Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Sends a request and returns the worker's reply; raises _NoReply without one."""
+    def ask(self, request: dict[str, Any], timeout_s: float, limit: str = "") -> dict[str, Any]:
+        """Sends a request and returns the worker's reply; raises _NoReply without one, which names the `limit`."""
         body = pickle.dumps(request)
         try:
             child_process.send(self._in.fileno(), body)
@@ -216,7 +219,7 @@ class _Worker:
                 child_process.receive(self._out.fileno(), timeout_s, lambda: self.alive() and not self._closed.is_set())
             )
         except TimeoutError:
-            raise _NoReply(f"it took longer than {timeout_s:g} s") from None
+            raise _NoReply(f"it took longer than {timeout_s:g} s{limit}") from None
         except (BrokenPipeError, EOFError):
             raise _NoReply("the pool was closed" if self._closed.is_set() else self._describe_end()) from None
         return reply

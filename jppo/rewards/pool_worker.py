@@ -14,6 +14,7 @@ trainer.
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import inspect
 import json
@@ -90,13 +91,25 @@ def call_function(function: Function, samples: Sequence[Sample]) -> list[Any]:
 
 def _call_all(function: Function, calls: Sequence[dict[str, Any]]) -> list[Any]:
     """Calls the function with each set of arguments; calls of an async function run concurrently."""
-    if not inspect.iscoroutinefunction(function):
+    if not user_files.is_async(function):
         return [function(**call) for call in calls]
 
     async def every() -> list[Any]:
-        return list(await asyncio.gather(*(function(**call) for call in calls)))
+        under_way = [asyncio.ensure_future(function(**call)) for call in calls]
+        try:
+            return list(await asyncio.gather(*under_way))
+        finally:  # after a failure the others would go on beside the next samples
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
 
-    return asyncio.run(every())
+    return _event_loop().run(every())
+
+
+@functools.cache
+def _event_loop() -> asyncio.Runner:
+    """Makes the event loop of all calls: a client that a user's file makes once belongs to it."""
+    return asyncio.Runner()
 
 
 def _trl_arguments(function: Function, samples: Sequence[Sample]) -> dict[str, list[Any]]:

@@ -40,7 +40,7 @@ def test_neither_model_nor_batches_are_read(words, capsys):
 def test_it_leaves_no_folder_and_a_failed_grader_has_no_score(words, capsys, tmp_path):
     with pytest.raises(SystemExit):
         check.main(words({"prompt": "q"}, by=0))
-    assert "none of 3 responses could be graded (1 rows" in printed(capsys)
+    assert "none of 4 responses could be graded (1 rows" in printed(capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "rows.jsonl"]
 
 
@@ -64,11 +64,9 @@ def test_rows_without_an_answer_are_scored(words, capsys):
 @pytest.mark.parametrize(
     ("rows", "body", "said"),
     [
-        (
-            [{"answer": "b"}, {"answer": "c"}],
-            "float(solution_str == extra_info['answer'])",
-            "no row has a ground truth",
-        ),
+        ([{"answer": "b"}, {"answer": "c"}], "float(solution_str == extra_info['answer'])", ""),
+        ([{"answer": 7}, {"answer": 8}], "float(solution_str == str(extra_info['answer']))", ""),
+        ([{}, {}], "float(len(solution_str.split()) > 100)", ""),
         ([{}, {}], "1.0", "every response that was tried earns 1: check that the reward reads the response\n"),
         ([{}, {}], "0.0", "every response that was tried earns 0: check that the reward reads the response"),
         ([{}, {}], "float('</answer>' in solution_str)", ""),
@@ -106,7 +104,7 @@ def test_the_time_of_a_slow_reward_is_named(words, capsys, tmp_path):
     body = head + "    time.sleep(1.2)\n"
     (tmp_path / "mine.py").write_text(body + "    return [float(a == b) for a, b in zip(solution_strs, ground_truths)]")
     check.main(argv)
-    found = re.fullmatch(r"OK   unknown: .* \(2 rows, (\d+\.\d) s for 16 responses\)\n", capsys.readouterr().out)
+    found = re.fullmatch(r"OK   unknown: .* \(2 rows, (\d+\.\d) s for 18 responses\)\n", capsys.readouterr().out)
     assert found and float(found[1]) >= 1.2
 
 
@@ -134,7 +132,7 @@ PLAYED = {"reward.function": "", "rollout.agent_reward": "reported", "rollout.ag
             "answer",
             "{}",
             [
-                "FAIL unknown: none of 4 responses could be graded (2 rows)",
+                "FAIL unknown: none of 18 responses could be graded (2 rows)",
                 "agent exited with 70: KeyError: 'answer'",
                 "| the question is 1+1=",
                 'agent.py", line',
@@ -194,7 +192,8 @@ class Echo:
         ("* 0", "WARN unknown: right answers earn 0, others' 0, each said in every turn (2 rows)\n     right answers"),
         (
             "/ 0",
-            "FAIL unknown: none of 4 responses could be graded (2 rows)\n     the first: environment_score",
+            "FAIL unknown: none of 18 responses could be graded (2 rows)\n     the first: environment_score: step"
+            " raised ZeroDivisionError: float division by zero (",
         ),
     ],
 )
@@ -229,4 +228,60 @@ def test_rows_whose_asserts_are_not_graded_are_left_out_and_counted(words, capsy
     assert "line 1 uses eval" in left_out and found == "OK   code: right answers earn 1, others' 0 (2 rows)"
     assert "no row is left" in one_line(capsys, check.main, *words(CODE[2], **ALLOWED))
     check.main(words(*CODE, **ALLOWED, **{"reward.code.tests": "native"}))
-    assert printed(capsys) == "OK   code: right answers earn 0.667, others' 0 (3 rows)\n"
+    assert printed(capsys) == "OK   code: right answers earn 0.667, others' 0.333 (3 rows)\n"
+
+
+ANSWERS = [{"prompt": f"{i}+{i}=", "ground_truth": str(2 * i)} for i in range(1, 9)]
+LABELS = [{"prompt": "x", "ground_truth": label} for label in ["safe"] * 9 + ["unsafe"] * 9]
+TARGETS = [{"prompt": "x", "ground_truth": {"target": [city]}} for city in ("Paris", "Rome", "Oslo")]
+PUZZLES = [{"prompt": "x", "ground_truth": {"target": n, "numbers": [n, 1]}} for n in (3, 5, 7)]
+ONE_LOOP = """
+loops = set()
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    loops.add(asyncio.get_running_loop())
+    return float(len(loops) == 1 and ground_truth in solution_str)
+"""
+OBJECT = """
+class Score:
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
+        return float(solution_str == ground_truth)
+compute_score = Score()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "body", "said"),
+    [
+        (ANSWERS, "float(f'<answer>{ground_truth}</answer>' in solution_str)", "OK"),
+        (ANSWERS, "float(solution_str == json.dumps({'answer': ground_truth}))", "OK"),
+        (ANSWERS, "float(solution_str.startswith(f'Final Answer: {ground_truth}'))", "OK"),
+        (TARGETS, "float(json.loads(ground_truth)['target'][0] in solution_str)", "OK"),
+        (ANSWERS, ONE_LOOP, "OK"),
+        (ANSWERS, OBJECT, "OK"),
+        (
+            PUZZLES,
+            "float(eval('0' + solution_str) if '+' in solution_str else 0)",
+            "WARN the ground truth is an object",
+        ),
+        (ANSWERS, "min(1.0, len(solution_str) / 20)", "WARN as if the reward did not read it"),
+        (LABELS, "float(bool(solution_str))", "WARN as if the reward did not read it"),
+        (ANSWERS, "0.0", "FAIL does not separate right from wrong answers"),
+        (ANSWERS, "float(ground_truth not in solution_str)", "FAIL a column 'answer' with right responses"),
+        (ANSWERS, "float(solution_str.split('####')[1] == ground_truth)", "FAIL 0 without an answer"),
+        (ANSWERS, "float(re.search('.', solution_str).group() == ground_truth)", "FAIL 1 of 66 could not be graded"),
+        (ANSWERS, "time.sleep(60)", "FAIL none of 1 responses could be graded"),
+    ],
+)
+def test_verdicts_on_rewards_that_people_write(words, capsys, tmp_path, rows, body, said):
+    argv = words(*rows, **{"reward.timeout_s": 1})
+    head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
+    body = body if "compute_score" in body else head + body
+    (tmp_path / "mine.py").write_text(f"import asyncio, json, re, time\n{body}")
+    verdict, _, text = said.partition(" ")
+    if verdict == "FAIL":
+        with pytest.raises(SystemExit):
+            check.main(argv)
+    else:
+        check.main(argv)
+    out = printed(capsys)
+    assert out.startswith(verdict) and text in out, out

@@ -31,7 +31,7 @@ from jppo.plugins.agents.calls import OPENING, Parser, opened_thought
 from jppo.plugins.agents.gateway.history import empty_trajectory
 from jppo.plugins.agents.tools import Context, Toolbox, ToolReplies, UserCodeRunner
 from jppo.plugins.agents.turn_tokens import UNREADABLE, Chat, Message, SampledTurn, as_messages
-from jppo.registry import explain, resolve
+from jppo.registry import at_line, explain, resolve
 from jppo.rewards.earned import finite, short
 from jppo.rollout.protocol import Answer, Ask, Kept, Talk, join_experts, pad_experts, pad_kept, sample_seed
 from jppo.types import Exchange, Prompt, Sampling, Trajectory
@@ -116,7 +116,7 @@ async def _call(user_code: UserCodeRunner, method: Callable[..., Any], *argument
         raise PartnerError(f"{name} took longer than {timeout_s:g} s") from e
     except Exception as e:  # a user's class may raise anything
         why = explain(e).encode("utf-8", "backslashreplace").decode()  # it may have half a surrogate pair
-        raise PartnerError(f"{name} raised {why}") from e
+        raise PartnerError(f"{name} raised {why}{at_line(e)}") from e
 
 
 def _require_three(returned: Any, method: str, form: str) -> tuple[Any, Any, Any]:

@@ -35,6 +35,7 @@ from jppo.plugins.sandbox.choice import STRICT
 from jppo.registry import Registry, explain, user_module
 from jppo.rewards.earned import finite, short
 from jppo.types import Prompt
+from jppo.user_files import is_async
 
 
 class UserCodeRunner:
@@ -91,13 +92,6 @@ async def _await_safely(function: Callable[..., Any], arguments: tuple[Any, ...]
         if asyncio.current_task().cancelling():  # type: ignore[union-attr]
             raise
         raise RuntimeError("it was cancelled") from e  # it cancelled itself
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns a coroutine: of a function, a method, or an object's `__call__`."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )
 
 
 def _run_in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
@@ -352,4 +346,11 @@ def _require_name(tool: Any, setting: str) -> str:
         raise UserError(
             f"{setting}: the tool {name!r} cannot be called; give it `async def __call__(arguments, context)`"
         )
+    with contextlib.suppress(ValueError):  # some callables have no signature
+        try:
+            inspect.signature(tool).bind({}, None)
+        except TypeError as e:
+            raise UserError(
+                f"{setting}: the tool {name!r} takes {inspect.signature(tool)}; it must take (arguments, context)"
+            ) from e
     return name

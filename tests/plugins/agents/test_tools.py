@@ -50,6 +50,10 @@ class NoSchema:
 class NoCall:
     schema = SCHEMA
 
+class NoContext:
+    schema = SCHEMA
+    def __call__(self, text): ...
+
 def tools():
     return [Echo(times=2)]
 """
@@ -94,6 +98,7 @@ def test_yaml_and_python_name_the_same_tools(write, tmp_path):
         ("tools:\n- class_name: calculator\n  tool_schema: text", "an entry is class_name (text), config"),
         ("tools:\n- class_name: '{mine}:NoSchema'", "NoSchema has no schema in OpenAI's form"),
         ("tools:\n- class_name: '{mine}:NoCall'", "the tool 'echo' cannot be called"),
+        ("tools:\n- class_name: '{mine}:NoContext'", "the tool 'echo' takes (text); it must take (arguments, context)"),
         ("tools:\n- class_name: '{mine}:Nobody'", "defines no 'Nobody'"),
         ("tools:\n- class_name: python", "rollout.multi_turn.allow_code=True"),
         ("tools:\n- class_name: python\n  config: {{workers: 0}}", "workers=0 at least 1"),

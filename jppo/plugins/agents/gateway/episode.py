@@ -131,8 +131,13 @@ class Episode:
         self._posted_rewards.append((turn, amount))
         return {"object": "reward", "reward": amount}
 
-    def trajectory(self, ended: ProgramEnd) -> Trajectory:
-        """Returns the branch of the episode's answer with the episode's reward and the other branches."""
+    def trajectory(self, ended: ProgramEnd, stray_refusal: str = "") -> Trajectory:
+        """Returns the branch of the episode's answer with the episode's reward and the other branches.
+
+        `stray_refusal` is that of a request of some episode, perhaps of this one if it has no other request.
+        """
+        if not self._turns:
+            self.refusal = self.refusal or stray_refusal
         posted = sum(amount for _, amount in self._posted_rewards)
         reported = _reported(ended.last)
         reward, fault = self._program_reward(ended, reported)
@@ -144,6 +149,7 @@ class Episode:
         fault = None if truncated or fault is None else "\n".join(filter(None, (fault, refusal, ended.tail)))
         fields: dict[str, Any] = dict(calls=self._calls, call_errors=self._call_errors, call_s=0.0, fault=fault)
         fields |= dict(score=posted + reward, program_s=max(0.0, time.monotonic() - self._began - self._waited_s))
+        fields |= dict(refusal=self.refusal)
         paths, prompt = history.list_branches(self._turns, self._turn_of_reply(answer_id)), self._prompt
         if not paths:
             return history.empty_trajectory(prompt.uid, prompt.ids, Exchange(**fields))

@@ -50,6 +50,7 @@ class Gateway:
         self._program = process.parse_agent(agent)
         self._language, self._rules, self._concurrency = language, rules, concurrency
         self._open: dict[str, _OpenEpisode] = {}  # by name
+        self._stray_refusal = ""  # of the last request whose episode is unknown
         self._thread: LoopThread | None = None
         self._lock = threading.Lock()
 
@@ -105,7 +106,7 @@ class Gateway:
                 await asyncio.wait(first_of, return_when=asyncio.FIRST_COMPLETED)
                 if failure.done():
                     failure.result()
-                return episode.trajectory(await running)
+                return episode.trajectory(await running, self._stray_refusal)
             except OSError as e:
                 raise RolloutError(f"an agent cannot be started: {e}; see rollout.agent_concurrency") from e
             finally:
@@ -120,7 +121,8 @@ class Gateway:
         running = self._open.get(name)
         expected = secrets.token_urlsafe(32) if running is None else running.secret
         if not hmac.compare_digest(expected.encode(), secret.encode()) or running is None:
-            raise BadRequest("the key is of no episode that runs; send OPENAI_API_KEY", "authentication_error", 401)
+            self._stray_refusal = "the key is of no episode that runs; send OPENAI_API_KEY"
+            raise BadRequest(self._stray_refusal, "authentication_error", 401)
         return running
 
     async def _answer_request(self, call: HttpRequest) -> HttpReply:
