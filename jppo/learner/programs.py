@@ -41,14 +41,10 @@ class Program:
         lowered: jax.stages.Lowered = self.function.lower(*placing.on_device_shapes(self.args))
         return lowered
 
-    def compile(self) -> None:
-        """Compiles the program, so that no call compiles it."""
-        self.lower().compile()
-
     def run(self) -> None:
         """Compiles the program, and runs it on zeros in place of shapes; an optimizer step would replace the state."""
         if self.stage == "step":
-            self.compile()
+            self.lower().compile()
             return
         args = tuple(self.make_scratch() if x is self.scratch else placing.zeros_of(x) for x in self.args)
         out = jax.block_until_ready(self.function(*placing.to_device(args)))

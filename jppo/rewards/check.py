@@ -229,7 +229,7 @@ def solutions(prompt: Prompt, forms: Sequence[str] = _FORMS) -> list[str]:
 
 
 def _is_text_or_number(value: Any) -> bool:
-    return isinstance(value, str | int | float) and not isinstance(value, bool) and value == value
+    return isinstance(value, str | int | float) and not isinstance(value, bool) and value == value  # NaN is no number
 
 
 def _plain_truth(ground_truth: str) -> tuple[str, bool]:
@@ -276,8 +276,7 @@ def _check(grade: Grade, prompts: list[Prompt], rows: int) -> SourceCheck:
     others = len(prompts) - len(answered)
     chosen, wrong_rows = _contrast([prompt.ground_truth or solutions(prompt)[0] for prompt in answered], rows)
     prompts = [answered[i] for i in chosen]
-    place = {row: k for k, row in enumerate(chosen)}
-    partners = [None if row is None else place[row] for row in wrong_rows]
+    partners = [None if row is None else chosen.index(row) for row in wrong_rows]
     texts = solutions(prompts[0])[:1]
     first = grade(prompts[:1], texts)
     if any(LATE in (reward.error or "") for reward in first):  # the others would take as long, each

@@ -4,9 +4,12 @@ A user's loop on `jppo.open` has these without the algorithm's estimate of advan
 in `make.py`.
 """
 
+import collections
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -27,6 +30,7 @@ from jppo.models.params import Head
 from jppo.settings import Loop, Optimizer, Settings, importance_band, parts, rejection_rules
 from jppo.types import Array, Params, TrainState
 
+COMPILERS = min(4, os.cpu_count() or 1)  # programs that compile at a time, each in gigabytes of memory
 VALUE_NORM = "value_norm"  # in config.json: the statistics of returns that a fitted critic's values are normalised by
 
 
@@ -381,14 +385,28 @@ def prepare_programs(
 ) -> None:
     """Compiles the programs, so that no step does; `progress` gets a label and a total, and counts each.
 
-    Accelerators and several processes also run them on zeros, which opens libraries and links, and needs the memory
-    that a step needs.
+    Accelerators and several processes also run them on zeros, one by one, which opens libraries and links, and needs
+    the memory that a step needs.
     """
-    only_compile = jax.default_backend() == "cpu" and jax.process_count() == 1
     count_one = progress("programs ready", len(listed))
-    for program in listed:
-        program.compile() if only_compile else program.run()
-        count_one()
+    if jax.default_backend() != "cpu" or jax.process_count() > 1:
+        for program in listed:
+            program.run()
+            count_one()
+        return
+    under_way: collections.deque[Future[Any]] = collections.deque()
+    pool = ThreadPoolExecutor(COMPILERS)
+    try:
+        for program in listed:
+            under_way.append(pool.submit(program.lower().compile))
+            while under_way and (under_way[0].done() or len(under_way) > 2 * COMPILERS):
+                under_way.popleft().result()
+                count_one()
+        for compiled in under_way:
+            compiled.result()
+            count_one()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def load_reference(c: Loop, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array, sketch: bool) -> Params:
