@@ -157,6 +157,35 @@ def test_an_agent_program_is_run_with_right_and_wrong_answers(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agent.py", "mine.py", "rows.jsonl"]
 
 
+REFUSED_AND_CAUGHT = """
+    try:
+        urllib.request.urlopen(request, json.dumps({"messages": messages, "logit_bias": {"1": 5}}).encode())
+    except OSError:
+        pass
+    return"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('os.environ["OPENAI_API_KEY"]', '"mine"', "| a request was refused: the key is of no episode that runs; send"),
+        ("    return", REFUSED_AND_CAUGHT, "19 of 19 episodes had a request refused, the first: logit_bias"),
+    ],
+)
+def test_a_refused_request_is_named_whatever_the_agent_makes_of_it(words, capsys, tmp_path, tiny_model, old, new, said):
+    text = ASK.replace("TRUTH", "ground_truth").replace("OPTIONS", "{}").replace(old, new)
+    (tmp_path / "agent.py").write_text(text)
+    agent = PLAYED | {"rollout.agent": "agent.py:play", "model.path": str(tiny_model)}
+    argv = words({"prompt": "1+1=", "ground_truth": "2"}, {"prompt": "1+2=", "ground_truth": "3"}, **agent)
+    if said.startswith("|"):
+        with pytest.raises(SystemExit):
+            check.main(argv)
+    else:
+        check.main(argv)
+    out = printed(capsys)
+    assert out.startswith("FAIL" if said.startswith("|") else "WARN") and said in out, out
+
+
 def test_the_agent_of_the_page_is_run(words, capsys, tmp_path, tiny_model):
     page = (ROOT / "docs/agents.md").read_text(encoding="utf-8")
     (tmp_path / "agent.py").write_text(page.partition("```python\n")[2].partition("```")[0])
