@@ -76,7 +76,7 @@ class SourceCheck:
     wrong: float  # mean score of other rows' answers
     errors: list[tuple[str, str]]  # of responses: the response, and why it could not be graded
     example: str  # a right answer that was graded
-    specified: bool = False  # the ground truth is an object, perhaps what an answer must fulfil
+    specified: bool = False  # the ground truth is a list or an object, perhaps what an answer must fulfil
     reads_truth: bool = True  # False: a response earns the same beside another ground truth
     answers: bool = True  # False: `truth` is of the prompt as the response, `wrong` of an empty response
     talk: bool = False  # an answer was every turn of a conversation, whose reward may be for something else
@@ -106,7 +106,7 @@ class SourceCheck:
             if self.talk:
                 reason += "check the reward, unless it is for calls or for how an episode ends"
             elif self.specified:
-                reason += f"the ground truth is an object; {TRY_ANSWERS}"
+                reason += f"the ground truth is a list or an object; {TRY_ANSWERS}"
             else:
                 reason += "each response earned the same beside another ground truth, as if the reward did not read it"
         return "; ".join(filter(None, (reason, self.no_truth if reason else "", *self.notes)))
@@ -233,14 +233,17 @@ def _is_text_or_number(value: Any) -> bool:
 
 
 def _plain_truth(ground_truth: str) -> tuple[str, bool]:
-    """Returns the answer that a ground truth says, and whether it is an object, whose 'target' may be the answer."""
+    """Returns the answer that a ground truth says, and whether it is JSON of a list or an object.
+
+    The first of a list may be the answer, or an object's 'target'.
+    """
     try:
         value = json.loads(ground_truth)
     except ValueError:
         return ground_truth, False
-    if not isinstance(value, dict):
+    if not isinstance(value, dict | list):
         return ground_truth, False
-    target = value.get("target", ground_truth)
+    target = value.get("target") if isinstance(value, dict) else value
     target = target[0] if isinstance(target, list) and target else target
     return (str(target) if _is_text_or_number(target) else ground_truth), True
 

@@ -285,12 +285,22 @@ compute_score = Score()
         (ANSWERS, "float(solution_str == json.dumps({'answer': ground_truth}))", "OK"),
         (ANSWERS, "float(solution_str.startswith(f'Final Answer: {ground_truth}'))", "OK"),
         (TARGETS, "float(json.loads(ground_truth)['target'][0] in solution_str)", "OK"),
+        (
+            [{"prompt": "x", "ground_truth": [[kind, {}]]} for kind in ("digits", "caps")],
+            "float(json.loads(ground_truth)[0][0] == ('caps' if solution_str.isupper() else 'digits'))",
+            "WARN the ground truth is a list or an object",
+        ),
+        (
+            [{"prompt": "x", "ground_truth": [city, city.lower()]} for city in ("Paris", "Rome")],
+            "float(any(city in solution_str for city in json.loads(ground_truth)))",
+            "OK",
+        ),
         (ANSWERS, ONE_LOOP, "OK"),
         (ANSWERS, OBJECT, "OK"),
         (
             PUZZLES,
             "float(eval('0' + solution_str) if '+' in solution_str else 0)",
-            "WARN the ground truth is an object",
+            "WARN the ground truth is a list or an object",
         ),
         (ANSWERS, "min(1.0, len(solution_str) / 20)", "WARN as if the reward did not read it"),
         (LABELS, "float(bool(solution_str))", "WARN as if the reward did not read it"),
