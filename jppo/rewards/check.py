@@ -52,7 +52,8 @@ _WORDS = " ".join(["The train left at noon, and nobody on the platform knew wher
 # Forms of a ground truth for sources without solutions, as the rules read them; tried in turn.
 _FORMS = ("#### {}", "\\boxed{{{}}}", "The answer is {}.", "{}")
 _FURTHER_FORMS = (
-    "<think>So.</think>\n<answer>{}</answer>",
+    "<think>So.</think><answer>{}</answer>",
+    "<think>\nSo.\n</think>\n<answer>\n{}\n</answer>",
     "Answer: {}",
     "Final Answer: {}",
     '{{"answer": "{}"}}',

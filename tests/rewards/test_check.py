@@ -302,6 +302,16 @@ compute_score = Score()
             "float(eval('0' + solution_str) if '+' in solution_str else 0)",
             "WARN the ground truth is a list or an object",
         ),
+        (
+            ANSWERS,
+            "float(re.match(r'^<think>.*?</think><answer>.*?</answer>$', solution_str) is not None)",
+            "WARN as if the reward did not read it",
+        ),
+        (
+            ANSWERS,
+            "float(f'</think>\\n<answer>\\n{ground_truth}\\n</answer>' in solution_str)",
+            "OK",
+        ),
         (ANSWERS, "min(1.0, len(solution_str) / 20)", "WARN as if the reward did not read it"),
         (LABELS, "float(bool(solution_str))", "WARN as if the reward did not read it"),
         (ANSWERS, "0.0", "FAIL does not separate right from wrong answers"),
