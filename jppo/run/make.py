@@ -30,7 +30,7 @@ from jppo.models.params import Head
 from jppo.settings import Loop, Optimizer, Settings, importance_band, parts, rejection_rules
 from jppo.types import Array, Params, TrainState
 
-COMPILERS = min(4, os.cpu_count() or 1)  # programs that compile at a time, each in gigabytes of memory
+COMPILERS = min(4, os.cpu_count() or 1)  # programs that compile at a time; more take more memory
 VALUE_NORM = "value_norm"  # in config.json: the statistics of returns that a fitted critic's values are normalised by
 
 
