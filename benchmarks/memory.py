@@ -37,7 +37,7 @@ from jppo.learner.ppo import ModelConfigs
 from jppo.learner.sharding import device_peak
 from jppo.models import config_reader
 from jppo.preflight import memory
-from jppo.run.make import list_run_programs, make_learner, make_recipe, plan_of_run, run_programs
+from jppo.run.make import list_run_programs, make_learner, make_recipe, plan_of_run
 from jppo.runlog.timers import Timers
 from jppo.settings import Settings
 from jppo.types import Trajectory
@@ -98,7 +98,8 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
         with contextlib.suppress(OSError):
             CLEAR.write_text("5")  # resets the peak
     learner, now = make_learner(c, inputs, mesh)
-    run_programs(list_run_programs(c, learner, now))
+    for program in list_run_programs(c, learner, now):
+        program.run()
     for _ in range(2):
         now = step(learner, now, trajectories)
     jax.block_until_ready(now)
