@@ -238,8 +238,9 @@ def test_a_publish_of_wrong_weights_ends_the_run_before_it_learns_from_them(
     said = r"publish of version 2, the log-probs of http://h:1 differ .* by (39|40) nats .*tolerance allows 25 and 100"
     with pytest.raises(Mismatch, match=said):
         train.train(c)
-    copies = 2 if "data.packing" in changes else 1  # where a row has one prompt for several samples
-    assert asked == [(8, copies, 3, 1.0)] * 3  # few tokens of few responses, and not cut; again where they are off
+    copies = 4 if "data.packing" in changes else 1  # where a row has one prompt for several samples
+    first, again = (8, copies, 3, 1.0), (8, 1, 3, 1.0)
+    assert asked == [first, first, again]  # few tokens of few responses, and not cut; again where they are off
     run = pathlib.Path(c.trainer.run_dir)
     assert [path.name for path in (run / "checkpoints").glob("[0-9]*")] == ["2"]
     assert not (run / "samples/step_3.jsonl").exists()

@@ -24,8 +24,9 @@ from jppo.settings import Loop, Settings
 from jppo.types import Array, Batch, Prompt, Reward, Sampling, TrainState, Trajectory
 
 KL = "rollout_corr/kl"
-PROBES = 16  # responses of a server that check a publish
-COPIES = 2  # of a prompt among them where rows are for several samples of one
+PROBES = 16  # responses of a server that check a publish, to as many prompts
+# In the first round, where a row is for samples of one prompt: half as many prompts, this many responses each.
+COPIES = 4
 # Tokens of each response, part of the bounds; the second round is where the first fails.
 PROBE_ROUNDS = ((4, 0.5), (64, 1.0))
 
@@ -145,14 +146,15 @@ def require_published(
     """
     if isinstance(sampler, InprocessSampler):  # samples from the trainer's arrays
         return
-    copies = COPIES if learner.plan.prices is not None else 1
-    version, prompts, bound = int(now.step), _longest_prompts(inputs, PROBES // copies), limits(c)
+    version, prompts, bound = int(now.step), _longest_prompts(inputs, PROBES), limits(c)
+    count, copies = (PROBES // 2, COPIES) if learner.plan.prices is not None else (PROBES, 1)
     mismatched: dict[str, LogpGap] = {}
     for tokens, share in PROBE_ROUNDS:
         sampling = dataclasses.replace(
             _probe_sampling(c, version), n=copies, max_tokens=min(tokens, c.data.max_response_length)
         )
-        probes = trajectories.of_all(hosts, hosts.together(functools.partial(sampler.probe, prompts, sampling)))
+        probes = trajectories.of_all(hosts, hosts.together(functools.partial(sampler.probe, prompts[:count], sampling)))
+        count, copies = PROBES, 1
         by_server: dict[str, list[np.ndarray]] = {}
         for trajectory, gaps in zip(probes, _logprob_gaps(learner, now, probes), strict=True):
             by_server.setdefault(trajectory.server, []).append(gaps)
