@@ -33,6 +33,7 @@ from jppo.data.tokenizer import load_tokenizer, tokenize
 from jppo.errors import UserError, expanded
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
+from jppo.rewards.earned import finite
 from jppo.rewards.graders import describe_refused
 from jppo.rewards.make import make_refusal, make_reward_sum, needed_columns
 from jppo.rewards.parts import ConversationPart, RewardSum, Sample, sample_of
@@ -62,7 +63,7 @@ _FURTHER_FORMS = (
 _PROGRAMS = ("code", "canonical_solution")  # columns of programs
 TRY_ANSWERS = "a column 'answer' with right responses, as the model should write them, is graded"
 LATE = "took longer than"  # of errors
-WAIT_S = 10.0  # until a check says what it waits for
+WAIT_S = 10.0  # seconds before a check says that it is waiting
 Grade = Callable[[Sequence[Prompt], Sequence[str]], list[Reward]]  # texts as responses to the prompts
 
 
@@ -222,15 +223,16 @@ def _check_each(grade: Grade, prompts: Sequence[Prompt], rows: int) -> list[Sour
 def solutions(prompt: Prompt, forms: Sequence[str] = _FORMS) -> list[str]:
     """Returns right answers: the worked solution first, then the ground truth in the forms that rules read."""
     tables = [prompt.extra, prompt.extra.get("extra_info") or {}]
-    worked = [str(table[name]) for table in tables for name in SOLUTIONS if _is_text_or_number(table.get(name))]
+    worked = [_as_text(table.get(name)) for table in tables for name in SOLUTIONS]
     truth, _ = _plain_truth(prompt.ground_truth)
     programs = [table[name] for table in tables for name in _PROGRAMS if truth and isinstance(table.get(name), str)]
     worked += [f"```python\n{program}\n```" for program in programs]
-    return worked + [form.format(truth) for form in forms if truth]
+    return [text for text in worked if text is not None] + [form.format(truth) for form in forms if truth]
 
 
-def _is_text_or_number(value: Any) -> bool:
-    return isinstance(value, str | int | float) and not isinstance(value, bool) and value == value  # NaN is no number
+def _as_text(value: Any) -> str | None:
+    """Returns a text, or a finite number as text; None for anything else."""
+    return value if isinstance(value, str) else None if finite(value) is None else str(value)
 
 
 def _plain_truth(ground_truth: str) -> tuple[str, bool]:
@@ -246,7 +248,7 @@ def _plain_truth(ground_truth: str) -> tuple[str, bool]:
         return ground_truth, False
     target = value.get("target") if isinstance(value, dict) else value
     target = target[0] if isinstance(target, list) and target else target
-    return (str(target) if _is_text_or_number(target) else ground_truth), True
+    return _as_text(target) or ground_truth, True
 
 
 def _contrast(truths: Sequence[str], most: int) -> tuple[list[int], list[int | None]]:

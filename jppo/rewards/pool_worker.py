@@ -98,7 +98,7 @@ def _call_all(function: Function, calls: Sequence[dict[str, Any]]) -> list[Any]:
         under_way = [asyncio.ensure_future(function(**call)) for call in calls]
         try:
             return list(await asyncio.gather(*under_way))
-        finally:  # after a failure the others would go on beside the next samples
+        finally:  # a failure leaves the other calls running
             for task in under_way:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)

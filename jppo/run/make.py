@@ -4,12 +4,11 @@ A user's loop on `jppo.open` has these without the algorithm's estimate of advan
 in `make.py`.
 """
 
-import collections
 import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -394,15 +393,9 @@ def prepare_programs(
             program.run()
             count_one()
         return
-    under_way: collections.deque[Future[Any]] = collections.deque()
     pool = ThreadPoolExecutor(COMPILERS)
     try:
-        for program in listed:
-            under_way.append(pool.submit(program.lower().compile))
-            while under_way and (under_way[0].done() or len(under_way) > 2 * COMPILERS):
-                under_way.popleft().result()
-                count_one()
-        for compiled in under_way:
+        for compiled in [pool.submit(program.lower().compile) for program in listed]:
             compiled.result()
             count_one()
     finally:
