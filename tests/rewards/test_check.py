@@ -18,6 +18,18 @@ def printed(capsys):
     return re.sub(r", \d+\.\d s for \d+ responses", "", capsys.readouterr().out)
 
 
+def verdict(capsys, argv):
+    """What a check prints, whose exit code is 1 if a source fails."""
+    try:
+        check.main(argv)
+        code = 0
+    except SystemExit as e:
+        code = e.code
+    out = printed(capsys)
+    assert code == any(line.startswith("FAIL") for line in out.splitlines()), out
+    return out
+
+
 @pytest.fixture
 def words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -147,12 +159,7 @@ def test_an_agent_program_is_run_with_right_and_wrong_answers(
     (tmp_path / "agent.py").write_text(ASK.replace("TRUTH", truth).replace("OPTIONS", options))
     agent = PLAYED | {"rollout.agent": "agent.py:play", "model.path": str(tiny_model)}
     argv = words({"prompt": "1+1=", "ground_truth": "2"}, {"prompt": "1+2=", "ground_truth": "3"}, **agent)
-    if said[0].startswith("OK"):
-        check.main(argv)
-    else:
-        with pytest.raises(SystemExit):
-            check.main(argv)
-    out = printed(capsys)
+    out = verdict(capsys, argv)
     assert all(text in out for text in said), out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agent.py", "mine.py", "rows.jsonl"]
 
@@ -177,12 +184,7 @@ def test_a_refused_request_is_named_whatever_the_agent_makes_of_it(words, capsys
     (tmp_path / "agent.py").write_text(text)
     agent = PLAYED | {"rollout.agent": "agent.py:play", "model.path": str(tiny_model)}
     argv = words({"prompt": "1+1=", "ground_truth": "2"}, {"prompt": "1+2=", "ground_truth": "3"}, **agent)
-    if said.startswith("|"):
-        with pytest.raises(SystemExit):
-            check.main(argv)
-    else:
-        check.main(argv)
-    out = printed(capsys)
+    out = verdict(capsys, argv)
     assert out.startswith("FAIL" if said.startswith("|") else "WARN") and said in out, out
 
 
@@ -231,12 +233,7 @@ def test_an_environment_answers_right_and_wrong_turns(words, capsys, tmp_path, t
     talk = {"reward.function": "", "model.path": str(tiny_model), "rollout.multi_turn.enable": True}
     talk |= {"rollout.multi_turn.format": "plain", "rollout.multi_turn.environment": "world.py:Echo"}
     argv = words({"prompt": "1+1=", "ground_truth": "2"}, {"prompt": "1+2=", "ground_truth": "3"}, **talk)
-    if said.startswith("FAIL"):
-        with pytest.raises(SystemExit):
-            check.main(argv)
-    else:
-        check.main(argv)
-    assert printed(capsys).startswith(said)
+    assert verdict(capsys, argv).startswith(said)
 
 
 def test_data_must_be_named(capsys):
@@ -326,11 +323,6 @@ def test_verdicts_on_rewards_that_people_write(words, capsys, tmp_path, rows, bo
     head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
     body = body if "compute_score" in body else head + body
     (tmp_path / "mine.py").write_text(f"import asyncio, json, re, time\n{body}")
-    verdict, _, text = said.partition(" ")
-    if verdict == "FAIL":
-        with pytest.raises(SystemExit):
-            check.main(argv)
-    else:
-        check.main(argv)
-    out = printed(capsys)
-    assert out.startswith(verdict) and text in out, out
+    kind, _, text = said.partition(" ")
+    out = verdict(capsys, argv)
+    assert out.startswith(kind) and text in out, out
