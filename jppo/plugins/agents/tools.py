@@ -214,11 +214,11 @@ class Toolbox:
         tool = self._tools[call.name]
         slots = getattr(tool, "concurrency", None)
         answer = await self._user_code.run(tool, call.arguments, context, timeout_s=self._limits.timeout_s, slots=slots)
-        if not isinstance(answer, tuple):
-            return str(answer), 0.0, ""
         if not getattr(tool, "rewards", False):
-            raise TypeError("the tool returned a tuple, which only a tool with rewards=True may")
-        text, reward = answer if len(answer) == 2 else (None, None)
+            if isinstance(answer, tuple):
+                raise TypeError("the tool returned a tuple, which only a tool with rewards=True may")
+            return str(answer), 0.0, ""
+        text, reward = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         number = 0.0 if reward is None else finite(reward)
         if not isinstance(text, str) or number is None:
             rule = "it must be text, or (text, a finite number or None)"

@@ -91,6 +91,9 @@ def test_tools_and_an_environment_have_their_own_parts_and_weights(plain, tmp_pa
         (("1", [0.5]), "('1', [0.5]); it must be"),
         (("1", 10**400), "('1', 1000000"),
         (("1", 10**5000), "tuple; it must be"),
+        (["1", 0.5], "['1', 0.5]; it must be"),
+        ({"text": "1", "reward": 0.5}, "{'text': '1', 'reward': 0.5}; it must be"),
+        (0.5, "0.5; it must be"),
     ],
 )
 def test_a_reward_of_another_form_is_an_error_of_its_response(plain, answer, said):
