@@ -37,7 +37,7 @@ def get_config(agent: str = "") -> ml_collections.ConfigDict:
     config.algorithm.rollout_is_threshold = "0.2_4.0"  # and 0 outside of it: code; math with Python 0.7_6.0
 
     config.actor.loss_mode = "gpg"  # eq. 3: -f(ratio) A log π
-    config.actor.ppo_mini_batch_size = 128  # one update a step
+    config.actor.ppo_mini_batch_size = 128  # one update a step, and more if episodes have several contexts
     config.actor.lr = 1e-6
     config.actor.entropy_coeff = 0.0
 

@@ -7,7 +7,9 @@ with the run's settings, and names the first number that differs. --config.SECTI
 setting. Exit code 0: nothing differs; 1: something does.
 """
 
+import argparse
 import dataclasses
+import math
 import pathlib
 import sys
 
@@ -25,13 +27,27 @@ from jppo.settings.options import Options
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.1}
 
 
+# Settings of the samples, which are recorded, and of the schedule's length, which the run knew from its data.
+RECORDED = (
+    *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
+    *("rollout.n", "rollout.agent_branches", "trainer.total_training_steps", "trainer.total_epochs"),
+)
+
+
+def _tolerance(text: str) -> float:
+    """Parses a finite number of 0 or more."""
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more, and finite")
+    return value
+
+
 def _parser() -> settings.Parser:
     parser = settings.Parser("jppo.replay", __doc__, allow_abbrev=False)
     parser.add_argument("run_dir", type=pathlib.Path, metavar="RUN_DIR", help="the folder of the run")
     parser.add_argument("--step", type=settings.natural, help="a recorded step; needless if there is one only")
     parser.add_argument("--sample", type=settings.natural, help="prints this sample of the step by token")
     parser.add_argument("--with", dest="other", metavar="FILE.py:NAME", help="another algorithm on the same samples")
-    parser.add_argument("--tolerance", type=float, help="relative; default 0 on the CPU that recorded, else measured")
+    parser.add_argument("--tolerance", type=_tolerance, help="relative; default 0 on the CPU that recorded")
     return parser
 
 
@@ -53,7 +69,8 @@ def other_settings(c: Settings, spec: str) -> Settings:
     changes = {"algorithm.extension": "", "algorithm.options": Options()} | named
     other = settings.without_unread(settings.changed(c, changes), ())
     if not wants_critic(other):
-        other = dataclasses.replace(other, critic=Critic())
+        without = {"trainer.critic_warmup": 0, "algorithm.lam_alpha": None}
+        other = dataclasses.replace(settings.changed(other, without), critic=Critic())
     settings.check(other)
     return settings.changed(other, {"algorithm.options": parts.options(other)})
 
@@ -62,6 +79,8 @@ def replay_step(argv: list[str], console: rich.console.Console) -> bool:
     """Replays a step and prints the tables; returns whether something differs."""
     overrides = [word for word in argv if word.startswith("--config.")]
     args = _parser().parse_args([word for word in argv if word not in overrides])
+    if recorded := [word for word in overrides if word.removeprefix("--config.").split("=")[0] in RECORDED]:
+        raise UserError(f"{recorded[0]}: the samples and the schedule of the step are recorded; leave it out")
     bundle = read_bundle(find_bundle(args.run_dir, args.step))
     count = len(bundle.samples.sequences)
     if args.sample is not None and args.sample >= count:

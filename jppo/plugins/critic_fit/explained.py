@@ -1,6 +1,7 @@
 """How much of the returns a critic explains: by position, turn and data source, as a table and as a picture."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 from xml.sax.saxutils import escape
@@ -34,9 +35,9 @@ class Explained:
 
 
 def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
-    """1 - Var(R - V) / Var(R), the metric critic/vf_explained_var: 1 for a perfect critic, 0 for equal values."""
+    """1 - Var(R - V) / Var(R), as critic/vf_explained_var: 1 for a perfect critic, 0 for equal values; NaN for one."""
     if len(returns) < 2:
-        return 1.0
+        return math.nan
     returns = returns.astype(np.float64)
     return float(1.0 - (returns - values).var(ddof=1) / (returns.var(ddof=1) + LEAST))
 
@@ -44,7 +45,7 @@ def explained_variance(returns: np.ndarray, values: np.ndarray) -> float:
 def explain(tokens: ValuedTokens) -> list[Explained]:
     """Returns the explained variance of all tokens, by powers of two of the position, by turn and by data source.
 
-    Turns and sources are left out where there is one.
+    Turns and sources are left out where there is one, and groups of a single token, which has no variance.
     """
     power = np.floor(np.log2(tokens.position + 1)).astype(int)  # tokens 1, 2-3, 4-7 and so on
     columns: list[tuple[np.ndarray, Any]] = [
@@ -55,7 +56,7 @@ def explain(tokens: ValuedTokens) -> list[Explained]:
     groups = [("all tokens", np.ones(len(power), bool))]
     for keys, name_of in columns:
         distinct = np.unique(keys)
-        groups += [(name_of(key), keys == key) for key in distinct if len(distinct) > 1]
+        groups += [(name_of(key), keys == key) for key in distinct if len(distinct) > 1 and sum(keys == key) > 1]
     rows = []
     for name, chosen in groups:
         returns = tokens.returns[chosen]

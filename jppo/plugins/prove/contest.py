@@ -82,6 +82,8 @@ def enter(
     config, _ = settings.parse([f"--config=jppo://learning:{base / 'tasks/chain'}", *words], "", settings.default())
     made = parts.algorithm(settings.typed(config))
     n = config.rollout.n if made.compares or "rollout.n" in own else 1
+    if config.algorithm.filter_groups:
+        raise UserError("algorithm.filter_groups samples until enough prompts differ; here all have as many samples")
     if SAMPLES % n:
         raise UserError(f"--config.rollout.n={n} must divide {SAMPLES}, the samples of a step")
     overrides = (learning.CRITIC if made.critic else {}) | own | {"rollout.n": n, "data.train_batch_size": SAMPLES // n}
@@ -92,11 +94,14 @@ def enter(
 
 
 def read_files(overrides: Mapping[str, object]) -> list[str]:
-    """Returns the texts of the users' files that settings name, and of their folders' files that these have loaded."""
-    named = [str(value).rpartition(":")[0] for value in overrides.values() if ".py:" in str(value)]
-    folders = {pathlib.Path(file).resolve().parent for file in named}
+    """Returns the texts of the users' files and modules that settings name, and of what these loaded below them."""
+    named = [name for value in overrides.values() if (name := str(value).rpartition(":")[0])]
+    files = [name if name.endswith(".py") else getattr(sys.modules.get(name), "__file__", None) for name in named]
+    folders = {pathlib.Path(file).resolve().parent for file in files if file}
     loaded = {pathlib.Path(getattr(module, "__file__", None) or "").resolve() for module in [*sys.modules.values()]}
-    return [path.read_text() for path in sorted(loaded) if path.parent in folders and path.suffix == ".py"]
+    below = {path: path.relative_to(f) for path in loaded for f in folders if path.is_relative_to(f)}
+    own = [path for path, inner in below.items() if path.suffix == ".py" and "site-packages" not in inner.parts]
+    return [path.read_text() for path in sorted(own)]
 
 
 def machine() -> str:

@@ -69,6 +69,7 @@ class Bundle:
     number: int  # of the step, from 1
     settings: dict[str, Any]  # as in config.json
     total_steps: int
+    sources: list[str]  # of all rows of the run
     tool_rewards: bool  # tools of the run's conversations give rewards
     machine: dict[str, str]
     samples: Samples

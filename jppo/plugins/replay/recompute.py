@@ -4,6 +4,7 @@ import dataclasses
 import tempfile
 from typing import Any
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -15,10 +16,11 @@ from jppo.learner.episodes import Episodes, make_episodes, with_branches
 from jppo.learner.ppo import StepLearner
 from jppo.learner.views import COLUMN
 from jppo.plugins.replay import bundle as bundles
-from jppo.plugins.replay.bundle import Bundle, Computed, Samples
+from jppo.plugins.replay.bundle import Bundle, Computed
 from jppo.plugins.replay.record import observed, update_row
 from jppo.rewards.make import make_reward_sum, plan_parts
 from jppo.rewards.parts import RewardSum, sample_of
+from jppo.rollout.protocol import RolloutError
 from jppo.run import resume
 from jppo.run.make import make_learner, read_models_of_run
 from jppo.run.tokenizer import read_tokenizer
@@ -101,7 +103,7 @@ def read_state(replay: Replay) -> TrainState:
         fields = {
             name: restore_field(folder, name, lambda _, like=like: like).state  # type: ignore[misc]
             for name, like in vars(state.remove_padding(begin, spare)).items()
-            if like is not None
+            if jax.tree.leaves(like)  # SGD without momentum has an optimizer state without arrays
         }
     except Damaged as e:
         raise UserError(f"{e}: record the step again") from e
@@ -120,7 +122,7 @@ def grade(replay: Replay) -> tuple[list[Reward], str]:
     with tempfile.TemporaryDirectory() as folder:
         reward_sum = make_reward_sum(
             settings.changed(c, {"trainer.run_dir": folder}), replay.learner.mesh, tokenizer=replay.tokenizer,
-            sources=sources_of(samples), tool_rewards=replay.bundle.tool_rewards,
+            sources=replay.bundle.sources, tool_rewards=replay.bundle.tool_rewards,
         )  # fmt: skip
         try:
             reward_sum.ready()
@@ -129,10 +131,6 @@ def grade(replay: Replay) -> tuple[list[Reward], str]:
             return reward_sum.grade(sample_of(samples.prompts[i // n], t) for i, t in pairs), ""
         finally:
             reward_sum.close()
-
-
-def sources_of(samples: Samples) -> list[str]:
-    return sorted({prompt.data_source for prompt in samples.prompts})
 
 
 def run_step(replay: Replay, now: TrainState, rewards: list[Reward]) -> Recomputed:
@@ -174,8 +172,11 @@ def gather_episodes(replay: Replay, rewards: list[Reward]) -> Episodes:
     baseline = samples.baseline if algorithm.greedy else None
     episodes = make_episodes(samples.prompts, samples.trajectories, rewards, baseline, compares=algorithm.compares)
     drawn = StepSamples(samples.prompts, samples.trajectories, Cursor(), 0.0, 0.0, lambda: (rewards, baseline))
-    marked, _ = mark_stale(c, drawn, bundle.number - 1, episodes.rewards)
-    weights = plan_parts(c, sources_of(samples), bundle.tool_rewards)[1]
+    try:
+        marked, _ = mark_stale(c, drawn, bundle.number - 1, episodes.rewards)
+    except RolloutError as e:
+        raise UserError(f"{bundle.folder / 'samples.json'}: {e}; record the step again") from e
+    weights = plan_parts(c, bundle.sources, bundle.tool_rewards)[1]
     earned = RewardSum({}, weights, score_on_error=None).earned
     return with_branches(dataclasses.replace(episodes, rewards=marked), earned)
 

@@ -80,6 +80,7 @@ def make_recorder(spec: str, hosts: int, total_steps: int) -> Recorder:
                 "number": number,
                 "settings": settings.as_dict(run.c),
                 "total_steps": run.inputs.total_steps,
+                "sources": run.inputs.sources,
                 "tool_rewards": agent is not None and agent.rewards,
                 "machine": bundle.describe_machine(run.learner.mesh, run.origin["versions"]),
             }

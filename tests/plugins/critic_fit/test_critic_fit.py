@@ -56,17 +56,17 @@ def test_explained_variance_by_position_turn_and_source():
         assert row.explained == pytest.approx(by_a_loop([returns[i] for i in chosen], [values[i] for i in chosen]))
 
 
-def test_one_turn_and_one_source_have_no_row_and_the_picture_has_a_bar_for_each():
-    returns, zeros = np.array([0.0, 1.0, 1.0, 3.0]), np.zeros(4, int)
-    tokens = explained.ValuedTokens(returns, -returns, np.array([0, 1, 2, 3]), zeros, np.array(["<a>"] * 4))
+def test_one_turn_one_source_and_one_token_have_no_row_and_the_picture_has_a_bar_for_each():
+    returns, zeros = np.array([0.0, 1.0, 1.0, 3.0, 3.0]), np.zeros(5, int)
+    tokens = explained.ValuedTokens(returns, -returns, np.array([0, 0, 1, 2, 3]), zeros, np.array(["<a>"] * 5))
     rows = explained.explain(tokens)
-    assert [row.name for row in rows] == ["all tokens", "token 1", "tokens 2-3", "tokens 4-7"]
+    assert [row.name for row in rows] == ["all tokens", "token 1", "tokens 2-3"]  # the one at 3 has no variance
     assert rows[0].explained == pytest.approx(1 - 4.0, abs=1e-4)  # Var(2R) is 4 Var(R)
     picture = ET.fromstring(explained.draw([*rows, explained.Explained("<a>", 4, 0.0, 1.0, 0.5)]))
     bars = [bar for bar in picture if "height" in bar.attrib and bar.get("height") == "16"]
-    assert [float(bar.get("width")) for bar in bars] == [explained.BAR] * 4 + [explained.BAR / 2]
+    assert [float(bar.get("width")) for bar in bars] == [explained.BAR] * 3 + [explained.BAR / 2]
     assert bars[0].get("fill") != bars[-1].get("fill")
-    assert len(explained.format_table(rows).splitlines()) == 5
+    assert len(explained.format_table(rows).splitlines()) == 4
 
 
 @pytest.fixture

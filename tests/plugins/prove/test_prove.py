@@ -149,6 +149,7 @@ def test_an_algorithm_chooses_its_samples_and_its_settings(tmp_path):
     for change, problem in (
         ("--config.data.max_response_length=9", "an algorithm may change settings of"),
         ("--config.rollout.n=3", "must divide 64"),
+        ("--config.algorithm.filter_groups=True", "algorithm.filter_groups samples until"),
         ("--seed=3", "an algorithm may change settings of"),
     ):
         with pytest.raises(UserError, match=problem):
@@ -164,6 +165,21 @@ def test_the_folder_of_an_algorithm_follows_from_its_files_and_settings(tmp_path
     assert contest.enter(spec, tmp_path, ["--config.actor.lr=0.1"]).folder != first.folder
     (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text() + "# changed\n")
     assert contest.enter(spec, tmp_path).folder != first.folder
+
+
+def test_the_folder_of_a_module_follows_from_its_files(tmp_path, monkeypatch):
+    package = tmp_path / "proved"
+    (package / "inner").mkdir(parents=True)
+    shutil.copy(BAD, package / "inner/rules.py")
+    for file in (package / "__init__.py", package / "inner/__init__.py"):
+        file.touch()
+    (package / "mine.py").write_text("from proved.inner.rules import constant_reward\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    first = contest.enter("proved.mine:constant_reward", tmp_path).folder
+    assert contest.enter("proved.mine:constant_reward", tmp_path).folder == first
+    with (package / "inner/rules.py").open("a") as file:
+        file.write("# changed\n")
+    assert contest.enter("proved.mine:constant_reward", tmp_path).folder != first
 
 
 def test_the_page_has_scores_words_and_curves(tmp_path):

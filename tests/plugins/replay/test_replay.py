@@ -127,6 +127,11 @@ def test_another_algorithm_is_computed_on_the_same_samples(run):
         for x in re.search(r"gradient norm +([\d.]+) +([\d.]+)", text.partition("recorded algorithm")[2]).groups()
     ]
     assert numbers[0] != numbers[1] and -1 < float(re.search(r"cosine .* ([\d.-]+)", text)[1]) < 0.9999
+    warm = (
+        "--config.trainer.critic_warmup=1",
+        "--config.algorithm.lam_alpha=1.5",
+    )  # no algorithm without critic has them
+    assert "cosine of the two gradients" in replayed(run, "--with=reinforce_plus_plus", *warm)[1]
     same = replayed(run, "--with=gae")[1]
     assert float(re.search(r"cosine of the two gradients +([\d.]+)", same)[1]) == 1.0
 
@@ -171,6 +176,27 @@ def test_a_flipped_token_is_named(run):
     assert first_difference(run) == ("tokens", "tokens of sample 1, token 0", str(tokens[k] ^ 1), str(tokens[k]))
 
 
+def test_a_sample_of_another_version_is_one_line(run, capsys):
+    file = run / "replay/step_2/samples.json"
+    content = json.loads(file.read_text())
+    first, *others = deserialise(content["trajectories"])
+    older = dataclasses.replace(first, version=first.version - 1)
+    file.write_text(json.dumps(content | {"trajectories": serialise([older, *others])}))
+    assert "samples.json: prompt" in one_line(capsys, replay.main, run)
+
+
+def test_weights_may_name_a_source_that_the_step_lacks(run):
+    file = run / "replay/step_2/about.json"
+    about = json.loads(file.read_text())
+    assert about["sources"] == ["arithmetic"]
+    about["settings"]["reward"]["weights"] = "function_score=1,code:function_score=2"
+    file.write_text(json.dumps(about))
+    with pytest.raises(UserError, match="no row has data_source='code'"):
+        replayed(run)
+    file.write_text(json.dumps(about | {"sources": ["arithmetic", "code"]}))
+    assert first_difference(run) is None
+
+
 def test_another_reference_is_named_as_the_model(recorded, run, tmp_path):
     model = shutil.copytree(recorded / "model", tmp_path / "model")
     write_weights(model, seed=6)
@@ -205,7 +231,12 @@ RUNS = {
         "algorithm.kl_ctrl_type": "adaptive",
     },
     "mixture": {"actor.router_aux_loss_coef": 0.1},
-    "frozen": {"actor.freeze": "*.mlp.*", "critic.freeze": "*.self_attn.*"},
+    "frozen": {
+        "actor.freeze": "*.mlp.*",
+        "critic.freeze": "*.self_attn.*",
+        "actor.optimizer": "sgd",
+        "actor.betas": (0.0, 0.999),
+    },
 }
 MIXTURE = dict(
     model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"], num_experts=4, num_experts_per_tok=2,
@@ -247,6 +278,13 @@ def test_what_is_not_recorded_is_said_in_one_line(run, capsys):
         assert f"{folder} is no folder of a run" in one_line(capsys, replay.main, folder)
     said = one_line(capsys, replay.main, run, "--sample=9")
     assert "the step has 4 sequences, from 0 to 3" in said
+    for word, why in (
+        ("--config.data.max_response_length=2", "the samples and the schedule of the step are recorded"),
+        ("--config.trainer.total_training_steps=90", "leave it out"),
+        ("--tolerance=nan", "must be 0 or more, and finite"),
+        ("--tolerance=-1", "must be 0 or more, and finite"),
+    ):
+        assert why in one_line(capsys, replay.main, run, word)
     for file in ("about.json", "samples.json", "batch.npz"):
         path = run / "replay/step_2" / file
         whole = path.read_bytes()
