@@ -17,7 +17,7 @@ import sys
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.errors import UserError, escaped
+from jppo.errors import UserError, escaped, expanded
 from jppo.export import require_free
 from jppo.models import hf
 from jppo.plugins.critic_fit import explained, logged
@@ -41,8 +41,8 @@ def config_of_run(run: pathlib.Path) -> ConfigDict:
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, Settings]:
     """Reads the command line; returns the arguments and the checked settings."""
     parser = settings.Parser("jppo.critic_fit", __doc__, allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN", help="the folder of a run with samples/")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="a folder that is not there yet")
+    parser.add_argument("runs", nargs="+", type=expanded, metavar="RUN", help="the folder of a run with samples/")
+    parser.add_argument("--out", type=expanded, required=True, help="a folder that is not there yet")
     parser.add_argument("--model", help="the model to start from: critic.path, which by default is the policy's")
     parser.add_argument("--epochs", type=settings.natural, default=10, help="at most; it ends if two do not help (10)")
     parser.add_argument("--held_out", type=float, default=0.1, help="share of the prompts to measure on (0.1)")

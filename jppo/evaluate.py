@@ -184,6 +184,8 @@ def read_settings(argv: list[str]) -> tuple[Settings, bool]:
     parser.add_argument("--out", metavar="", default=OUT, help=f"output folder (default {OUT})")
     arguments, rest = parser.parse_known_args(argv)
     arguments.model = arguments.model and hf.final_model(arguments.model)
+    if any(word.startswith("--config.trainer.run_dir") for word in rest):
+        raise UserError("--config.trainer.run_dir is the folder of a training; --out=DIR is the one of an evaluation")
     overrides = [
         f"--config.{setting}={value}"
         for name, (setting, _) in SHORT.items()

@@ -20,7 +20,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP library, whichever that is
 
 from jppo import __version__
-from jppo.errors import UserError, escaped
+from jppo.errors import UserError, escaped, expanded
 from jppo.models import hf_write
 from jppo.run import trained_model
 from jppo.run.trained_model import TrainedPolicy
@@ -42,6 +42,8 @@ def export(args: argparse.Namespace) -> list[str]:
     run = trained_model.run_of(place)
     if trained_model.is_checkpoint(place):
         policy = trained_model.policy_of_checkpoint(place, base=args.base, merge=args.merge_lora, dtype=args.dtype)
+    elif args.base:
+        raise UserError(f"--base={args.base} is for a checkpoint, and {place} is a model; leave it out")
     else:
         policy = trained_model.policy_of_folder(place, merge=args.merge_lora, dtype=args.dtype)
     if policy.kind == "adapter" and args.dtype:
@@ -116,8 +118,8 @@ def push(folder: pathlib.Path, name: str) -> str:
 def export_arguments(argv: list[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = Parser("jppo.export", __doc__)
-    parser.add_argument("path", type=pathlib.Path, metavar="RUN_DIR|CHECKPOINT", help="the source")
-    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="a folder that is not there yet")
+    parser.add_argument("path", type=expanded, metavar="RUN_DIR|CHECKPOINT", help="the source")
+    parser.add_argument("--out", type=expanded, required=True, metavar="DIR", help="a folder that is not there yet")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step, not the newest")
     parser.add_argument("--best", action="store_true", help="the checkpoint in checkpoints/best.json")
     parser.add_argument("--merge_lora", action="store_true", help="a whole model in place of its adapters")

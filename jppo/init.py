@@ -39,12 +39,15 @@ from jppo.rewards.pool import Pool
 from jppo.rollout.vllm.arguments import check_vllm, torch_cuda
 from jppo.run.inputs import Inputs, read_inputs
 from jppo.settings import Parser, Settings, texts
+from jppo.types import Prompt
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 NO_TRUTH = "gets no ground truth"
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")  # names of the column, tried in turn
 # Columns that may have the ground truth of a custom reward function, tried in order.
 TRUTH_COLUMNS = ("answer", "solution", "expected", "label", "target", "output", "response", "completion")
+# Columns with a meaning of their own: others are read by nothing, unless a setting names them.
+READ = ("prompt", "ground_truth", "reward_model", "data_source", "ability", "extra_info", "id", "index")
 SECTIONS = ("model", "data", "reward", "algorithm", "actor", "critic", "rollout", "trainer")  # in the file's order
 SLOW_ON_CPU = 5e7  # parameters; with 135M a step of 32 responses takes 44 s on two cores, of 16 24 s
 STEPS = 100
@@ -72,22 +75,27 @@ class Proposal:
 
 
 def prompt_column(rows: Sequence[Row]) -> str:
-    """Returns the column that has the prompts; UserError if none has a usual name."""
-    names = set.intersection(*(set(row.columns) for row in rows))
-    column = next((name for name in PROMPTS if name in names), None)
-    if column is None:
+    """Returns the column that has the prompts; UserError if none has a usual name, or several have."""
+    names = [name for name in PROMPTS if any(row.columns.get(name) for row in rows)]
+    if not names:
         raise UserError(
             f"{rows[0].source} has no column of prompts among {', '.join(map(str, rows[0].columns))} with a usual name;"
             " name it by --prompt_key"
         )
-    return column
+    if names[0] != PROMPTS[0] and len(names) > 1:
+        raise UserError(
+            f"{rows[0].source} has the columns {' and '.join(names)}: write prompts as one column, or name the one that"
+            " is the whole prompt by --prompt_key"
+        )
+    return names[0]
 
 
 def truth_column(rows: Sequence[Row]) -> str:
     """Returns the column with the ground truth, if it needs to be named in the config; otherwise ''."""
     if any(row.columns.get(name) is not None for row in rows for name in ("ground_truth", "reward_model")):
         return ""
-    return next((name for name in TRUTH_COLUMNS if all(name in row.columns for row in rows)), "")
+    name = next((name for name in TRUTH_COLUMNS if any(name in row.columns for row in rows)), "")
+    return name if all(name in row.columns for row in rows) else ""  # another column would have something else
 
 
 def held_out(sources: Sequence[Source]) -> list[int]:
@@ -147,7 +155,7 @@ def column_choices(args: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Pr
     elif template and any(isinstance(row.columns.get(column), str) for row in rows):
         yield Proposal("data.prompt_role", "user", "the chat template renders text as a message; '' leaves it as it is")
     if not args.reward and not args.agent:
-        sources = {row.columns.get("data_source") for row in rows}
+        sources = [row.columns.get("data_source") for row in rows]
         unknown = [source for source in sources if not (isinstance(source, str) and grader_of(source))]
         if unknown:
             raise UserError(
@@ -260,6 +268,11 @@ def adapter_choices(device: jax.Device, parameters: float, algorithm: str, wante
         yield Proposal("model.param_dtype", "bfloat16", "of the frozen weights")
 
 
+def prompt_lengths(prompts: Sequence[Prompt], turns: bool) -> list[int]:
+    """Returns the tokens of each prompt, with room for an agent's own words if it plays the rows."""
+    return [len(prompt.ids) + ADDED * turns for prompt in prompts]
+
+
 def length_choices(
     inputs: Inputs, rows: Sequence[Row], limit: int, backend: str, turns: bool = False
 ) -> Iterator[Proposal]:
@@ -267,11 +280,11 @@ def length_choices(
 
     `turns`: a response is all that follows the prompt in a conversation.
     """
-    longest = max(len(prompt.ids) for prompt in (*inputs.train.prompts, *inputs.val.prompts))
+    lengths = prompt_lengths([*inputs.train.prompts, *inputs.val.prompts], turns)
+    longest = max(lengths)
     answers = [row.columns[name] for row in rows for name in SOLUTIONS if isinstance(row.columns.get(name), str)]
     response, reason = (64 if backend == "cpu" else 512), "a guess: the data has no worked solutions to measure"
     if turns:
-        longest += ADDED
         response, reason = 4 * response, "a guess: of all turns after the prompt together"
     elif answers:
         counts = sorted(map(len, inputs.tokenizer(answers, verbose=False)["input_ids"]))
@@ -280,9 +293,9 @@ def length_choices(
             response, reason = from_answers, "one and a half of the rows' own answers"
         else:
             reason = f"a guess: the rows' own answers are short, with up to {counts[-1]}, and a model may write more"
-    dropped = inputs.train.overlong + inputs.val.overlong
-    left_out = f"; {dropped} longer than the model's {limit} positions are left out" if dropped else ""
     prompt = min(_round_up(longest), max(limit // 2, limit - response))
+    dropped = inputs.train.overlong + inputs.val.overlong + sum(length > prompt for length in lengths)
+    left_out = f"; {dropped} that are longer are left out, by the model's {limit} positions" if dropped else ""
     if response > limit - prompt:
         response, reason = limit - prompt, f"what the model's {limit} positions leave"
     about = (
@@ -327,8 +340,26 @@ def _make_settings(choices: Sequence[Proposal]) -> Settings:
     return c
 
 
-def _choose_settings(args: argparse.Namespace) -> list[Proposal]:
-    """Proposes the settings of a run; UserError where data, model or reward cannot be used."""
+def note_unread(rows: Sequence[Row], choices: Sequence[Proposal]) -> Iterator[str]:
+    """Yields what of the rows is not used as their author may think."""
+    proposals = {proposal.name: proposal for proposal in choices}
+    names = ("data.prompt_key", "data.ground_truth_key")
+    key, truth = (str(proposals[name].value) if name in proposals else "" for name in names)
+    prompts = [row.columns.get(key or PROMPTS[0]) for row in rows]
+    if answered := sum(isinstance(prompt, list) and prompt[-1]["role"] == "assistant" for prompt in prompts):
+        yield (
+            f"{answered} prompts end with an assistant's message, which the policy would read; if it is the answer,"
+            " write it to a column of its own"
+        )
+    unread = sorted({name for row in rows for name in row.columns} - {*READ, *TRUTH_COLUMNS, key, truth})
+    if NO_TRUTH in (reward := proposals.get("reward.function", choices[0]).reason):
+        yield f"reward.function {reward.partition('; ')[2]}"
+    elif unread and "rollout.agent" not in proposals:
+        yield f"the policy reads the column {key or PROMPTS[0]!r} alone, not {', '.join(map(repr, unread))}"
+
+
+def _choose_settings(args: argparse.Namespace) -> tuple[list[Proposal], list[Row]]:
+    """Proposes the settings of a run, from the rows; UserError where data, model or reward cannot be used."""
     _say(f"reading {args.data}")
     sources = read_sources(args.data, "DATA")
     rows = [row for source in sources for row in source.rows]
@@ -352,8 +383,10 @@ def _choose_settings(args: argparse.Namespace) -> list[Proposal]:
         measured.append(Proposal("data.prompt_role", "user", ""))
     inputs = read_inputs(_make_settings(measured))
     adapters = [*adapter_choices(device, parameters, args.algorithm, args.lora)]
-    sizes = size_choices(len(inputs.train.prompts), device.platform, parameters, args.algorithm, bool(adapters))
-    choices = [*proposals, *adapters, *length_choices(inputs, rows, limit, device.platform, bool(args.agent)), *sizes]
+    lengths = [*length_choices(inputs, rows, limit, device.platform, bool(args.agent))]
+    count = sum(length <= int(lengths[0].value) for length in prompt_lengths(inputs.train.prompts, bool(args.agent)))
+    sizes = size_choices(max(1, count), device.platform, parameters, args.algorithm, bool(adapters))
+    choices = [*proposals, *adapters, *lengths, *sizes]
     _say("checking the config")
     c = _make_settings(choices)
     read_inputs(c)
@@ -363,7 +396,7 @@ def _choose_settings(args: argparse.Namespace) -> list[Proposal]:
             FunctionPart(args.reward, pool=pool, decode=inputs.tokenizer.decode)
         finally:
             pool.close()
-    return choices
+    return choices, rows
 
 
 def _say(stage: str) -> None:
@@ -395,7 +428,7 @@ def main(argv: list[str] | None = None) -> None:
     out = expanded(args.out)
     if out.exists():
         raise UserError(f"--out={out} is there already; remove it, or name another file")
-    choices = _choose_settings(args)
+    choices, rows = _choose_settings(args)
     text = render(choices, f"{args.algorithm.upper()} on {args.data}", out)
     try:
         out.write_text(text, encoding="utf-8")
@@ -403,10 +436,10 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--out={out} cannot be written ({e.strerror}); name another file") from e
     runpy.run_path(str(out))["get_config"]()
     print(escaped(text))
-    reasons = {proposal.name: proposal for proposal in choices}
-    if NO_TRUTH in (reward := reasons.get("reward.function", choices[0]).reason):
-        print(escaped(f"Note: reward.function {reward.partition('; ')[2]}\n"))
-    folder, config = shlex.quote(str(reasons["trainer.run_dir"].value)), shlex.quote(str(out))
+    for note in note_unread(rows, choices):
+        print(escaped(f"Note: {note}\n"))
+    run_dir = next(proposal.value for proposal in choices if proposal.name == "trainer.run_dir")
+    folder, config = shlex.quote(str(run_dir)), shlex.quote(str(out))
     checked = "reward and agent" if args.agent else "the reward"
     print(f"{out} is written. Check {checked}, train, test the model and chat with it:\n")
     print(f"  python -m jppo.rewards.check --config={config}\n  python -m jppo.train --config={config}")

@@ -9,7 +9,6 @@ Exit code 0 if it passes, 1 if it fails or the verdict is undecided.
 """
 
 import os
-import pathlib
 import shlex
 import sys
 
@@ -34,8 +33,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5, help="runs of an algorithm on a task, 2 or more")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--steps", type=settings.natural, default=0, help="of a run (default: the task's)")
-    parser.add_argument("--out", type=pathlib.Path, default="runs/prove", help="folder of all runs and pages")
-    parser.add_argument("--stories_model", type=pathlib.Path, help="directory of a TinyStories Llama, for rlhf")
+    parser.add_argument("--out", type=expanded, default="runs/prove", help="folder of all runs and pages")
+    parser.add_argument("--stories_model", type=expanded, help="directory of a TinyStories Llama, for rlhf")
     args, changes = parser.parse_known_args(argv)
     tasks = (args.tasks or ",".join(t for t in learning.TASKS if t != "rlhf" or args.stories_model)).split(",")
     if unknown := [task for task in tasks if task not in learning.TASKS]:
@@ -44,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--seeds={args.seeds} must be 2 or more and --jobs={args.jobs} 1 or more")
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_PLATFORMS"] = "cpu"  # of the runs
-    base = expanded(args.out) / contest.base_name()
+    base = args.out / contest.base_name()
     references = [contest.enter(e, base, steps=args.steps, label=name) for name, e in contest.REFERENCES.items()]
     tried = contest.enter(args.algorithm, base, changes, steps=args.steps)
     runs = [contestant.plan_all(tasks, args.seeds) for contestant in (tried, *references)]

@@ -10,13 +10,12 @@ setting. Exit code 0: nothing differs; 1: something does.
 import argparse
 import dataclasses
 import math
-import pathlib
 import sys
 
 import rich.console
 
 from jppo import settings
-from jppo.errors import UserError
+from jppo.errors import UserError, expanded
 from jppo.plugins.replay import compare, recompute, tables
 from jppo.plugins.replay.bundle import Bundle, find_bundle, read_bundle
 from jppo.run.make import wants_critic
@@ -43,7 +42,7 @@ def _tolerance(text: str) -> float:
 
 def _parser() -> settings.Parser:
     parser = settings.Parser("jppo.replay", __doc__, allow_abbrev=False)
-    parser.add_argument("run_dir", type=pathlib.Path, metavar="RUN_DIR", help="the folder of the run")
+    parser.add_argument("run_dir", type=expanded, metavar="RUN_DIR", help="the folder of the run")
     parser.add_argument("--step", type=settings.natural, help="a recorded step; needless if there is one only")
     parser.add_argument("--sample", type=settings.natural, help="prints this sample of the step by token")
     parser.add_argument("--with", dest="other", metavar="FILE.py:NAME", help="another algorithm on the same samples")

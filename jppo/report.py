@@ -6,7 +6,7 @@ The page opens from disk without a network: curves, stage times, scores, samples
 import pathlib
 import sys
 
-from jppo.errors import UserError, escaped
+from jppo.errors import UserError, escaped, expanded
 from jppo.plugins.report.page import NAME, write_report
 from jppo.settings import Parser, exit_on_user_error
 
@@ -15,8 +15,8 @@ from jppo.settings import Parser, exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Writes the page about the runs and prints its path."""
     parser = Parser("jppo.report", __doc__)
-    parser.add_argument("run_dirs", nargs="+", type=pathlib.Path, metavar="RUN_DIR", help="the folder of a run")
-    parser.add_argument("--out", type=pathlib.Path, help=f"the page (RUN_DIR/{NAME} for one run, ./{NAME} for several)")
+    parser.add_argument("run_dirs", nargs="+", type=expanded, metavar="RUN_DIR", help="the folder of a run")
+    parser.add_argument("--out", type=expanded, help=f"the page (RUN_DIR/{NAME} for one run, ./{NAME} for several)")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     out = args.out
     if out is None:

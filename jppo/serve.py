@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jppo import child_process, settings
-from jppo.errors import UserError
+from jppo.errors import UserError, expanded
 from jppo.models import hf
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
@@ -48,6 +48,10 @@ def main(argv: list[str] | None = None) -> None:
         command = model_command(argv)
         print(f"jppo: starting {shlex.join(command)}", file=sys.stderr, flush=True)
         os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ})
+    if not any(word.startswith(("--config", "--help", "-h")) for word in argv):
+        raise UserError(
+            "name the model first, as in jppo serve DIR --port=8000; --config=FILE serves a training elsewhere"
+        )
     serve_training(argv)
 
 
@@ -71,7 +75,7 @@ def serve_training(argv: list[str]) -> NoReturn:
     """Starts one vLLM server by the training's config, and exits with its code."""
     parser = settings.Parser("jppo.serve", __doc__)
     parser.add_argument("--host", default=HOST, help="the address to listen on")
-    parser.add_argument("--listed", type=pathlib.Path, help="the file of addresses")
+    parser.add_argument("--listed", type=expanded, help="the file of addresses")
     parser.add_argument("--address", default="", help="the server's address in that file")
     args, rest = parser.parse_known_args(argv)
     config, _ = settings.parse(rest, __doc__ or "", settings.default())

@@ -295,11 +295,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--resume", action="store_true", help="continue a sweep: skip finished runs")
     parser.add_argument("--print", action="store_true", help="print the commands and stop")
     parser.add_argument("--metric", default="val/score", help="metric by which the table is sorted, largest first")
-    parser.add_argument("--out", type=pathlib.Path, help="the folder of all runs (default runs/sweep-CONFIG)")
+    parser.add_argument("--out", type=expanded, help="the folder of all runs (default runs/sweep-CONFIG)")
     args, rest = parser.parse_known_args(argv)
     if args.jobs < 1:
         raise UserError(f"--jobs={args.jobs} must be 1 or more")
-    runs, out = plan(rest, None if args.out is None else expanded(args.out))
+    runs, out = plan(rest, args.out)
     if args.jobs > 1:
         check_apart(runs)
     if args.print:

@@ -8,14 +8,13 @@ of jppo.train: --rollout.name=inprocess, --mesh.fsdp=4. See docs/tinker.md.
 
 import ast
 import os
-import pathlib
 import signal
 import socket
 import sys
 from typing import Any
 
 from jppo import settings
-from jppo.errors import UserError
+from jppo.errors import UserError, expanded
 from jppo.plugins.tinker.server import name_address_in_errors, require_keys, start_server
 from jppo.plugins.tinker.sessions import Service
 from jppo.run.api.model import open_model
@@ -33,8 +32,8 @@ def main(argv: list[str] | None = None) -> None:
         "--lora", type=settings.natural, default=32, help="rank of the adapters; 0 trains whole weights"
     )
     parser.add_argument("--name", help="the base_model that clients name; by default MODEL")
-    parser.add_argument("--key_file", type=pathlib.Path, help=f"keys, one a line; by default {KEYS}")
-    parser.add_argument("--folder", type=pathlib.Path, default="runs/tinker", help="folder of the checkpoints")
+    parser.add_argument("--key_file", type=expanded, help=f"keys, one a line; by default {KEYS}")
+    parser.add_argument("--folder", type=expanded, default="runs/tinker", help="folder of the checkpoints")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     parser.add_argument("--port", type=settings.natural, default=8000, help="the port to listen on")
     parser.add_argument("--expiry_s", type=settings.natural, default=300, help="seconds without a client's heartbeat")

@@ -165,6 +165,7 @@ def test_an_engine_that_fails_is_one_line_and_code_1(command, engine, capsys):
         ("--max_response_length=100000", "max_position_embeddings"),
         (f"--out={__file__}/x", "cannot be written"),
         ("--config.actr.lr=1", "there is no setting 'actr'"),
+        ("--config.trainer.run_dir=mine", "--out=DIR is the one of an evaluation"),
         ("--config=missing.py", "--config=missing.py: no such file"),
         ("--speed=3", "speed"),
     ],

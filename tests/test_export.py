@@ -129,9 +129,10 @@ def test_adapters_alone_and_merged_are_one_model(adapted, full, tmp_path):
     assert np.array_equal(merged, by_transformers(adapted / "hf"))
 
 
-def test_a_run_without_checkpoints_has_its_last_model(adapted, tmp_path):
+def test_a_run_without_checkpoints_has_its_last_model(adapted, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(adapted, run, ignore=shutil.ignore_patterns("checkpoints"))
+    assert "is for a checkpoint, and" in refused(capsys, run, "--base", adapted, "--out", tmp_path / "adapter")
     export.main([str(run), "--out", str(tmp_path / "adapter")])
     export.main([str(run), "--merge_lora", "--dtype", "float32", "--out", str(tmp_path / "merged")])
     for out, there in (("adapter/adapter_model", "adapter/adapter_model"), ("merged/model", "hf/model")):

@@ -89,6 +89,36 @@ def test_columns_that_could_be_the_ground_truth_are_named(folder, capsys):
     assert f"Note: reward.function {said}" in capsys.readouterr().out
 
 
+def test_no_other_column_takes_the_place_of_answers_that_a_row_lacks(folder, capsys):
+    rows = [{"question": f"{a}+1=", "response": "?"} | ({"answer": str(a + 1)} if a else {}) for a in range(5)]
+    write_rows(folder / "rows.jsonl", *rows)
+    assert written("rows.jsonl", "--reward=reward.py")["data.ground_truth_key"] == "ground_truth"
+    assert "gets no ground truth: --truth_key names" in capsys.readouterr().out
+
+
+def test_what_the_policy_does_not_read_is_named(folder, capsys):
+    rows = [{"question": f"{a}+1=", "context": "sums", "answer": str(a + 1), "id": a} for a in range(5)]
+    write_rows(folder / "rows.jsonl", *rows)
+    written("rows.jsonl", "--reward=reward.py")
+    assert "Note: the policy reads the column 'question' alone, not 'context'\n" in capsys.readouterr().out
+
+
+def test_answers_in_the_prompts_are_named(folder, capsys):
+    said = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    (folder / "model/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    write_rows(folder / "rows.jsonl", *({"messages": said} for _ in range(5)))
+    written("rows.jsonl", "--reward=reward.py", "--prompt_key=messages")
+    assert "Note: 5 prompts end with an assistant's message" in capsys.readouterr().out
+
+
+def test_prompts_that_do_not_fit_are_counted_and_the_batch_fits_the_others(folder, capsys):
+    rows = [{"prompt": f"{a}+" * (20 if a % 2 else 1), "response": "1" * 40} for a in range(40)]
+    write_rows(folder / "rows.jsonl", *rows)
+    found = written("rows.jsonl", "--reward=reward.py", "--val=rows.jsonl")
+    assert (found["data.max_prompt_length"], found["data.train_batch_size"]) == (32, 16)  # of 20 that fit
+    assert "; 40 that are longer are left out, by the model's 64 positions" in capsys.readouterr().out  # 20 of each set
+
+
 def test_csv_with_columns_of_any_name_and_several_files(folder):
     (folder / "a.csv").write_text("ask,right,id\n" + "".join(f"{a}+1=,{a + 1},{a}\n" for a in range(12)))
     (folder / "b.csv").write_text("ask,right,id\n" + "".join(f"{a}+2=,{a + 2},{a}\n" for a in range(7)))
@@ -181,6 +211,12 @@ def test_rows_with_a_rule_need_no_reward(folder):
             [],
             "rules need a ground truth; --truth_key names the column of the ground truth, perhaps 'right'",
         ),
+        (
+            [{"instruction": "add", "input": "1+1"}],
+            ["--reward=reward.py"],
+            "rows.jsonl has the columns instruction and input: write prompts as one column",
+        ),
+        ([{"prompt": "1", "data_source": ["a"]}], [], "no rule scores data_source=['a']; give --reward=FILE.py"),
         ([{"prompt": "1"}], [], "no rule scores data_source=None; give --reward=FILE.py"),
         ([{"prompt": "1"}], ["--reward=no.py"], "reward.function='no.py': there is no such file"),
         ([{"prompt": "1"}], ["--reward=reward.py", "--val=no.jsonl"], "--val: no file no.jsonl"),

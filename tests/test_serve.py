@@ -116,6 +116,10 @@ def test_bad_input_is_one_line(words, token, said, monkeypatch, capsys):
     assert said in one_line(capsys, serve.main, "--config=configs/quickstart.py:x", *words)
 
 
+def test_options_without_a_model_name_the_way_to_give_one(capsys):
+    assert "name the model first, as in jppo serve DIR" in one_line(capsys, serve.main, "--port=8000", "model")
+
+
 FP8 = (
     "--config.rollout.dtype=bfloat16",
     "--config.algorithm.old_logprob=correction",

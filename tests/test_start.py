@@ -43,6 +43,12 @@ def test_a_missing_model_names_its_setting(small_run, name):
         read_inputs(typed(c))
 
 
+def test_a_batch_of_more_prompts_than_there_are_is_refused_before_a_model_is_loaded(small_run):
+    filled = {"data.train_batch_size": 512, "trainer.total_training_steps": 3}
+    with pytest.raises(UserError, match=r"data\.train_batch_size=512 must be at most the number of prompts, \d+$"):
+        read_inputs(typed(changed(small_run, filled)))
+
+
 def test_servers_that_do_not_answer_are_found_before_a_model_is_loaded(config, tmp_path, monkeypatch):
     c = changed(write_small_run(config, tmp_path), {"rollout.urls": "http://127.0.0.1:9"})
     monkeypatch.setattr(start, "make_learner", lambda *_, **__: pytest.fail("it loads a model"))

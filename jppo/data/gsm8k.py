@@ -21,7 +21,7 @@ import numpy as np
 
 from jppo.data import prepare
 from jppo.data.rows import TFDS_MISSING, Row, make_directory, read_rows, text_column
-from jppo.errors import UserError, escaped, first_line
+from jppo.errors import UserError, escaped, expanded, first_line
 from jppo.registry import explain
 from jppo.settings import Parser, exit_on_user_error
 
@@ -131,8 +131,8 @@ def write_tfds(splits: Mapping[str, list[dict[str, Any]]], out: pathlib.Path) ->
 def main() -> None:
     """Writes GSM8K's splits from downloaded files, or from the files of --from."""
     parser = Parser("jppo.data.gsm8k", __doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
-    parser.add_argument("--from", dest="source", type=pathlib.Path, help="directory with train.jsonl and test.jsonl")
+    parser.add_argument("--out", type=expanded, required=True, help="directory to write to")
+    parser.add_argument("--from", dest="source", type=expanded, help="directory with train.jsonl and test.jsonl")
     parser.add_argument("--tfds", action="store_true", help="write a data set of tensorflow-datasets")
     args = parser.parse_args()
     if args.source is not None:

@@ -8,14 +8,13 @@ response at most once. Prompts with equal scores give no pair; responses without
 train.jsonl and test.jsonl; all pairs of a prompt are in one of them.
 """
 
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jppo.data.rows import Row, brief, checked_prompt, checked_text, is_finite, make_directory, read_rows, write_jsonl
-from jppo.errors import UserError, escaped
+from jppo.errors import UserError, escaped, expanded
 from jppo.settings import Parser, exit_on_user_error, natural
 
 
@@ -63,8 +62,8 @@ def _pair_by_score(shuffled: Sequence[Row]) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Pairs scored samples and writes train.jsonl and test.jsonl."""
     parser = Parser("jppo.data.pairs", __doc__)
-    parser.add_argument("--samples", type=pathlib.Path, required=True, help="a samples file with scores")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
+    parser.add_argument("--samples", type=expanded, required=True, help="a samples file with scores")
+    parser.add_argument("--out", type=expanded, required=True, help="directory to write to")
     parser.add_argument("--test", type=float, default=0.1, help="share of the prompts whose pairs are held out")
     parser.add_argument("--seed", type=natural, default=1, help="random seed")
     args = parser.parse_args(argv)

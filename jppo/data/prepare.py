@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jppo.data.rows import SUFFIXES, Row, checked_messages, make_directory, read_rows, text_column
-from jppo.errors import UserError, escaped
+from jppo.errors import UserError, escaped, expanded
 from jppo.settings import Parser, exit_on_user_error
 
 # DAPO's published prompt; the rule `math_dapo` reads the line of the answer.
@@ -101,9 +101,9 @@ def command(name: str, about: str | None, make: Callable[[pathlib.Path], RowSets
     def main(argv: Sequence[str] | None = None) -> None:
         parser = Parser(name, about)
         parser.add_argument(
-            "--from", dest="source", type=pathlib.Path, required=True, help="directory of the data set's files"
+            "--from", dest="source", type=expanded, required=True, help="directory of the data set's files"
         )
-        parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
+        parser.add_argument("--out", type=expanded, required=True, help="directory to write to")
         args = parser.parse_args(argv)
         for written, count in write_parquet(make(args.source), args.out).items():
             print(escaped(f"{written}: {count} rows"))

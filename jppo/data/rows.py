@@ -164,7 +164,7 @@ def _read_json(path: pathlib.Path) -> list[Row]:
     values: Iterator[tuple[int, Any]]
     if path.suffix == ".json" and data.lstrip().startswith(b"["):
         values = iter(enumerate(_parse_json(data, str(path)), start=1))
-    elif path.suffix == ".json" and re.match(rb"\s*\{\s*\n", data):  # one object over several lines
+    elif path.suffix == ".json" and not _is_json(data.lstrip().partition(b"\n")[0]):  # one object over several lines
         values = iter([(1, _parse_json(data, str(path)))])
     else:
         lines = enumerate(data.split(b"\n"), start=1)
@@ -180,32 +180,68 @@ def _read_json(path: pathlib.Path) -> list[Row]:
 def _parse_json(data: bytes, place: str) -> Any:
     """Parses one JSON text; `place` is the file and line for errors."""
     try:
-        return json.loads(data.decode("utf-8"))
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except UnicodeDecodeError as e:
         raise UserError(f"{place} is not UTF-8 ({e.reason} at byte {e.start}); convert the file to UTF-8") from e
     except (ValueError, RecursionError) as e:
         raise UserError(f"{place} is not JSON: {first_line(e)}") from e
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object as a dict; ValueError if it has a name twice."""
+    if len(columns := dict(pairs)) < len(pairs):
+        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
+        raise ValueError(f"an object has {twice!r} twice")
+    return columns
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _separator(text: str) -> str:
+    """Returns what separates the values of a CSV: a mark by which the first two rows have as many, if there is one."""
+    possible = list[str]()
+    for mark in ",;\t":
+        with contextlib.suppress(csv.Error):
+            rows = filter(None, csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=mark))
+            names = len(next(rows, ()))
+            if names > 1:
+                possible.append(mark)
+                if len(next(rows, ())) in (0, names):
+                    return mark
+    return next(iter(possible), ",")
+
+
 def _read_csv(path: pathlib.Path) -> list[Row]:
     """Reads texts below a line of column names, separated by commas, else by semicolons or tabs."""
     rows: list[Row] = []
     lines: Any = None
+    csv.field_size_limit(sys.maxsize)
     try:
         text = path.read_text(encoding="utf-8-sig")
-        separator = next((mark for mark in ",;\t" if mark in text.partition("\n")[0]), ",")
-        lines = csv.DictReader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
-        names = [*(lines.fieldnames or ())]
+        separator = _separator(text)
+        lines = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=separator)
+        filled = filter(None, lines)  # blank lines are none
+        names: list[str] = next(filled, [])
+        if names[:1] == ["sep="]:  # as a spreadsheet begins a file
+            names = next(filled, [])
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise UserError(f"{path}, line 1 names the column {twice!r} twice; rename or remove one")
-        for columns in lines:
-            rows.append(Row(str(path), lines.line_num, columns, "line"))
-            if None in columns or None in columns.values():
+            raise UserError(f"{path}, line {lines.line_num} names the column {twice!r} twice; rename or remove one")
+        for values in filled:
+            rows.append(Row(str(path), lines.line_num, dict(zip(names, values, strict=False)), "line"))
+            if len(values) != len(names):
                 raise UserError(
                     f"{rows[-1].place} has not the columns {', '.join(names)}; quote values that have {separator!r}"
                 )
-            if [*columns.values()] == names:
+            if values == names:
                 raise UserError(f"{rows[-1].place} repeats the names of the columns; remove the line")
+            if quoted := next((value for value in values if re.fullmatch(r'\s+".*"\s*', value, re.DOTALL)), None):
+                raise UserError(f"{rows[-1].place} has a space before the quotes of {brief(quoted)}; remove it")
     except UnicodeDecodeError as e:
         raise UserError(f"{path} is not UTF-8 ({e.reason} at byte {e.start}); convert the file to UTF-8") from e
     except csv.Error as e:
@@ -220,6 +256,9 @@ def _read_parquet(path: pathlib.Path) -> list[Row]:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as e:
         raise UserError(f"{path} is not a readable parquet file: {first_line(e)}") from e
+    names = file.schema_arrow.names
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"{path} has the column {twice!r} twice; rename or remove one")
     rows: list[Row] = []
     with file:
         for group in range(file.num_row_groups):

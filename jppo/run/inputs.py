@@ -57,10 +57,9 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
         _check_reference_tokens(c.ref.path, tokenizer)
     end_tokens, agent = read_ends_and_agent(c, tokenizer)
     train = mixture(read_training_prompts(c, tokenizer, agent), c.data.mix, batch_size=prompts_per_batch(c))
-    if c.data.gen_batch_size is not None and c.data.gen_batch_size > len(train.prompts):
-        raise UserError(
-            f"data.gen_batch_size={c.data.gen_batch_size} must be at most the number of prompts, {len(train.prompts)}"
-        )
+    if (batch := prompts_per_batch(c)) > len(train.prompts):
+        name = "train" if c.data.gen_batch_size is None else "gen"
+        raise UserError(f"data.{name}_batch_size={batch} must be at most the number of prompts, {len(train.prompts)}")
     if c.data.sampler:
         ordering = dict(seed=c.trainer.seed, batch_size=prompts_per_batch(c))
         train = dataclasses.replace(train, order_of=user_order(c.data.sampler, train.prompts, **ordering))

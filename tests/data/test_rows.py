@@ -271,9 +271,10 @@ def test_csv_has_quoted_values_and_all_are_text(tmp_path):
         (b"a,b,a\n1,2,3\n", "line 1 names the column 'a' twice; rename or remove one"),
         (b"a,b\n1,2\na,b\n", "line 3 repeats the names of the columns; remove the line"),
         (b"a,b\n1\n", "line 2 has not the columns a, b"),
-        (b'a,b\n1,"2\n', "line 1 is not CSV: unexpected end of data; quotes must open and close a whole value"),
+        (b'a,b\n1,"2\n', "line 2 is not CSV: unexpected end of data; quotes must open and close a whole value"),
         (b"a\n\xff\n", "is not UTF-8"),
         (b"a,b\n", "has no rows"),
+        (b'a,b\n"1", "2"\n', "line 2 has a space before the quotes of ' \"2\"'; remove it"),
     ],
 )
 def test_csv_that_is_none_names_its_line(tmp_path, text, said):
@@ -287,6 +288,33 @@ def test_csv_of_a_spreadsheet_has_semicolons_or_tabs(tmp_path, mark):
     (tmp_path / "d.csv").write_bytes(f'\ufeffask{mark}answer\r\n"1,5{mark} 2"{mark}3,5\r\n'.encode())
     (row,) = read_rows(tmp_path / "d.csv")
     assert row.columns == {"ask": f"1,5{mark} 2", "answer": "3,5"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"ask, please";answer (a, b)\n1;2\n',
+        "\n\nask, please\tanswer (a, b)\n1\t2\n",
+        "sep=;\nask, please;answer (a, b)\n1;2\n",
+    ],
+)
+def test_the_separator_is_the_one_by_which_the_rows_fit_their_names(tmp_path, text):
+    (tmp_path / "d.csv").write_text(text)
+    assert [row.columns for row in read_rows(tmp_path / "d.csv")] == [{"ask, please": "1", "answer (a, b)": "2"}]
+
+
+def test_a_long_value_of_a_csv_is_read(tmp_path):
+    (tmp_path / "d.csv").write_text(f"ask,answer\n{'x' * 200_000},1\n")
+    assert len(read_rows(tmp_path / "d.csv")[0].columns["ask"]) == 200_000
+
+
+def test_a_name_that_an_object_or_a_table_has_twice_is_named(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"a": 1}\n{"a": {"b": 1, "b": 2}}\n')
+    with pytest.raises(UserError, match=r"d\.jsonl, line 2 is not JSON: an object has 'b' twice"):
+        read_rows(tmp_path / "d.jsonl")
+    pq.write_table(pa.table([["1"], ["2"]], names=["a", "a"]), tmp_path / "d.parquet")
+    with pytest.raises(UserError, match="has the column 'a' twice; rename or remove one"):
+        read_rows(tmp_path / "d.parquet")
 
 
 def test_a_comma_in_a_name_is_named(tmp_path):
