@@ -108,10 +108,11 @@ def translated_command(script: Script, verl: str = "") -> tuple[str, Translation
     return jppo_command("jppo.sft" if is_sft else "jppo.train", [f"--config={base}", *changes]), translation
 
 
-def _empty_variables(script: Script) -> str:
-    """Returns the variables that leave a value of the script's trainer empty, as the end of an error."""
-    empty = [word[:-1] for word in script.words if word.endswith("=")]
-    found = [re.search(re.escape(key) + r"""=["']*\$\{?(\w+)""", script.text) for key in empty]
+def _empty_variables(script: Script, words: Sequence[str] | None = None) -> str:
+    """Returns the variables that leave a value of the trainer, or of `words`, empty, as the end of an error."""
+    empty = [word[:-1] for word in (script.words if words is None else words) if word.endswith("=")]
+    variable = r"""=["']*\$\{?(\w+)""" + ("" if words is None else r"(?![\w:-])")  # not ${NAME:-}
+    found = [re.search(re.escape(key) + variable, script.text) for key in empty]
     names = dict.fromkeys(match[1] for match in found if match)
     return f"; empty in the script: {', '.join(names)}; give them before the command, as in NAME=VALUE" if names else ""
 
@@ -195,7 +196,9 @@ class Output:
 def translate_script(script: Script, verl: str = "") -> Output:
     """Translates the arguments of a script's trainer, for a version of verl or for the one found."""
     command, translation = translated_command(script, verl)
-    return Output(f"{command}\n{account_of(translation)}", left_out(translation, script.notes), translation.changes)
+    empty = _empty_variables(script, [line.text for line in translation.lines if line.kind == "same"])
+    notes = (*script.notes, *([empty.removeprefix("; ")] if empty else []))
+    return Output(f"{command}\n{account_of(translation)}", left_out(translation, notes), translation.changes)
 
 
 @settings.exit_on_user_error

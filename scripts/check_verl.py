@@ -110,7 +110,7 @@ def trainer_of(call: list[str]) -> tuple[str, tuple[str, ...], tuple[str, ...]] 
     """Returns the module and the arguments of a trainer, and the words before it."""
     for i, word in enumerate(call):
         main = call[i + 1] if word == "-m" and i + 1 < len(call) else word if word.endswith(".py") else ""
-        if main:
+        if main and not main.endswith((".distributed.run", ".distributed.launch", ".commands.launch")):
             main = main.removesuffix(".py").removeprefix("./").replace("/", ".")
             named = re.search(r"(^|[._])(main\w*|\w*_main\w*|\w*trainer\w*|launch)$", main)
             rest = call[i + (2 if word == "-m" else 1) :]
@@ -195,15 +195,41 @@ def composed(result: Result, root: pathlib.Path, verl: pathlib.Path) -> Any:
             config = hydra.compose(config_name=name, overrides=[*rest, search])
     OmegaConf.set_struct(config, False)
     if not result.tunes:
+        _as_run(config, verl, home, result.main)
         _as_today(config, verl)
     return config
+
+
+def _as_run(config: Any, verl: pathlib.Path, home: pathlib.Path, main: str) -> None:
+    """Gives the keys that a trainer's code reads in place of others today's names: its batch, filter and clips."""
+    from omegaconf import OmegaConf
+
+    def code(*files: pathlib.Path) -> str:
+        return re.sub(r"(?m)^\s*#.*", "", "".join(file.read_text() for file in files if file.is_file()))
+
+    trainer, workers = verl / "verl/trainer", verl / "verl/workers"
+    is_v1 = "trainer.use_v1" in code(trainer / "main_ppo.py") and main.endswith("trainer.main_ppo")
+    is_v1 = is_v1 and bool(_select(config, "trainer.use_v1"))
+    files = (trainer / "ppo/v1").glob("*.py") if is_v1 else [*home.glob("*.py"), trainer / "ppo/ray_trainer.py"]
+    loop = code(*files)
+    if _select(config, "algorithm.filter_groups.enable") and not re.search(r"algorithm\.(get\(.)?filter_groups", loop):
+        OmegaConf.update(config, "algorithm.filter_groups.enable", False)
+    keeps = is_v1 or _select(config, "algorithm.filter_groups.enable") or _select(config, "async_training")
+    if (loaded := _select(config, "data.gen_batch_size")) and "gen_batch_size" in loop and not keeps:
+        OmegaConf.update(config, "data.train_batch_size", loaded)
+    for section, file in (("actor_rollout_ref.actor", "actor/dp_actor.py"), ("critic", "critic/dp_critic.py")):
+        is_older = "self.config.grad_clip" in code(workers / file)
+        engine = _select(config, f"{section}.strategy") or "fsdp"
+        if is_older and "fsdp" in engine and _select(config, "trainer.use_legacy_worker_impl") != "disable":
+            clip = _select(config, f"{section}.grad_clip")
+            OmegaConf.update(config, f"{section}.optim.clip_grad", 1.0 if clip is None else clip)
 
 
 _LATER = (  # what verl's code did before its YAML had the key
     "data.shuffle=True data.truncation=error data.filter_overlong_prompts=True trainer.val_before_train=True"
     " A.optim.weight_decay=0.01 A.optim.betas=[0.9,0.999] A.clip_ratio_c=10000.0 A.loss_agg_mode=token-mean"
     " A.policy_loss.loss_mode=vanilla A.use_kl_loss=False A.kl_loss_coef=0.001 A.kl_loss_type=low_var_kl"
-    " A.grad_clip=1.0 A.fsdp_config.model_dtype=fp32 A.strategy=fsdp A.shuffle=False R.n=1"
+    " A.fsdp_config.model_dtype=fp32 A.strategy=fsdp A.shuffle=False R.n=1"
     " R.val_kwargs.n=1 R.val_kwargs.temperature=0 R.val_kwargs.top_p=1.0 algorithm.norm_adv_by_std_in_grpo=True"
     " data.reward_fn_key=data_source critic.optim.weight_decay=0.01"
 )
@@ -223,7 +249,7 @@ def _as_today(config: Any, verl: pathlib.Path) -> None:
     )
     for word in _LATER.split():
         key, _, value = word.replace("A.", f"{actor}.", 1).replace("R.", f"{rollout}.", 1).partition("=")
-        if _select(config, key) is None and (is_older or "grad_clip" not in key):
+        if _select(config, key) is None:
             filters = "filter" not in key or "<= self.max_prompt_length" in dataset
             OmegaConf.update(config, key, OmegaConf.from_dotlist([f"x={value if filters else False}"]).x)
     groups = (f"{rollout}.n_agent", "data.n_samples", "agent_grpo.n")
@@ -236,7 +262,7 @@ def _as_today(config: Any, verl: pathlib.Path) -> None:
     OmegaConf.update(config, f"{rollout}.n", n * group)
     rollouts = "".join(file.read_text() for file in sorted((verl / "verl/workers/rollout").rglob("*rollout*.py")))
     if "vf_loss = agg_loss(" in losses:  # of the squares, not of their halves
-        OmegaConf.update(config, "critic.grad_clip", _select(config, "critic.grad_clip") / 2)
+        OmegaConf.update(config, "critic.optim.clip_grad", _select(config, "critic.optim.clip_grad") / 2)
     reads = "if not do_sample" in rollouts and _select(config, f"{rollout}.mode") != "async"
     if reads and not (tests and tests.get("do_sample")):
         OmegaConf.update(config, f"{rollout}.val_kwargs.temperature", 0)
@@ -280,8 +306,9 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     longest = int(get("data.max_prompt_length")) + int(get("data.max_response_length"))
     gpus, nodes = int(get("trainer.n_gpus_per_node")), int(get("trainer.nnodes"))
     fully = get("async_training.trigger_parameter_sync_step")
-    meets = int(fully or (get("trainer.v1.separate_async.parameter_sync_step", 1)
-      if get("trainer.v1.trainer_mode") == "separate_async" else 1))  # fmt: skip
+    meets = int(fully or 1)
+    rates = int(get("trainer.v1.separate_async.parameter_sync_step", 1)
+      if get("trainer.v1.trainer_mode") == "separate_async" else meets)  # fmt: skip
     batch = mini * int(get("async_training.require_batches", 1)) if fully else int(get("data.train_batch_size"))
     sequence = int(get(f"{a}.ulysses_sequence_parallel_size", 1))
     if engine == "megatron":
@@ -314,8 +341,6 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     steps = int(get("trainer.total_training_steps", 0) or 0)
     if fully and not steps:
         steps = int(get("rollout.total_rollout_steps", 0)) // (batch * meets)
-    elif steps and not fully:
-        steps = max(1, steps // meets)
     every = {"save_freq": get("trainer.save_freq", -1), "test_freq": get("trainer.test_freq", -1)}
     if "rollout.test_freq" in main:
         every["test_freq"] = get("rollout.test_freq")
@@ -341,9 +366,8 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         "actor.lr": float(get(f"{a}.optim.lr")),
         "actor.weight_decay": float(get(f"{a}.optim.weight_decay")),
         "actor.betas": tuple(map(float, get(f"{a}.optim.betas"))),
-        "actor.grad_clip": float(get(f"{a}.grad_clip", 1.0) if engine == "fsdp_config" and main
-          and f"{a}.grad_clip" in main else get(f"{a}.optim.clip_grad", 1.0)),
-        "actor.lr_warmup_steps": max(-1, round(int(get(f"{a}.optim.lr_warmup_steps", -1)) / meets)) or -1,
+        "actor.grad_clip": float(get(f"{a}.optim.clip_grad", 1.0)),
+        "actor.lr_warmup_steps": max(-1, round(int(get(f"{a}.optim.lr_warmup_steps", -1)) / rates)) or -1,
         "actor.ppo_mini_batch_size": get("oracle.mini"),
         "actor.ppo_epochs": int(get(f"{a}.ppo_epochs")),
         "actor.shuffle": bool(get(f"{a}.shuffle")),
@@ -389,9 +413,9 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         "mesh.expert": math.gcd(experts, max(1, gpus * nodes // sequence
           // (int(get(f"{a}.megatron.tensor_model_parallel_size", 1)) if engine == "megatron" else 1))),
     }  # fmt: skip
-    wanted |= {
-        f"trainer.{key}": max(1, value // (1 if fully else meets)) if value > 0 else -1 for key, value in every.items()
-    }
+    wanted |= {f"trainer.{key}": value if value > 0 else -1 for key, value in every.items()}
+    if engine == "veomni":
+        wanted["actor.lr_warmup_steps"] = -1  # it reads the ratio alone
     schedules = ("warmup_style", "lr_scheduler_type", "lr_decay_style", "decay_type")
     wanted["actor.lr_scheduler_type"] = next(value for schedule in schedules if (value := get(f"{a}.optim.{schedule}")))
     if tokens:
@@ -406,17 +430,24 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     if get(f"{turn}.enable") and get(f"{turn}.tool_config_path"):
         wanted["rollout.multi_turn.tool_config_path"] = get(f"{turn}.tool_config_path")
         wanted["rollout.multi_turn.max_assistant_turns"] = int(get(f"{turn}.max_assistant_turns", -1))
-    for place in ("reward", "reward_model"):
-        if get(f"{place}.reward_kwargs.overlong_buffer_cfg.enable") or get(f"{place}.overlong_buffer.enable"):
-            key = (
-                "reward_kwargs.overlong_buffer_cfg"
-                if get(f"{place}.reward_kwargs.overlong_buffer_cfg.enable")
-                else "overlong_buffer"
-            )
-            wanted["reward.overlong_buffer_tokens"] = int(get(f"{place}.{key}.len"))
     path = get("custom_reward_function.path") or get("reward.custom_reward_function.path")
     name = get("custom_reward_function.name") or get("reward.custom_reward_function.name", "compute_score")
     wanted["reward.function"] = f"{path}:{name}" if path else ""
+    managers = (get("reward_model.reward_manager"), get("reward_manager.name"), get("reward.reward_manager.name"))
+    places = ("reward.reward_kwargs", "reward_model.reward_kwargs", "reward_model", "custom_reward_function")
+    buffers = [
+        (buffer, int(get(f"{place}.max_resp_len") or get("data.max_response_length")))
+        for place in places
+        for name in ("overlong_buffer_cfg", "overlong_buffer")
+        if (buffer := get(f"{place}.{name}")) and buffer.enable and "dapo" in managers
+    ]
+    wanted["reward.overlong_buffer_tokens"] = 0
+    for buffer, end in buffers[:1]:
+        # The reward falls by penalty_factor in len tokens, before and behind max_resp_len.
+        tokens = int(get("data.max_response_length")) - (end - int(buffer.len))
+        score = "function_score" if path else "rm_score" if get("reward_model.enable") else "rule_score"
+        wanted["reward.overlong_buffer_tokens"] = tokens
+        wanted["reward.weights"] = f"{score}=1,length_score={buffer.penalty_factor * tokens / buffer.len:g}"
     if wanted["model.lora_rank"] and not wanted["actor.param_offload"]:
         del wanted["ref.param_offload"]  # the reference is the policy's own base
     if "trainer.default_local_dir" in main and get("trainer.default_local_dir"):
@@ -432,9 +463,8 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     if corrects and (reinforces or not bypass):
         wanted["algorithm.rollout_is"] = get(f"{correction}.rollout_is") or "none"
     if estimator == "gae":
-        if (clip := get("critic.grad_clip")) is not None:
-            wanted["critic.grad_clip"] = float(clip)
         wanted |= {
+            "critic.grad_clip": float(get(f"{c}.optim.clip_grad", 1.0)),
             "critic.lr": float(get(f"{c}.optim.lr")),
             "critic.weight_decay": float(get(f"{c}.optim.weight_decay")),
             "critic.ppo_epochs": int(get(f"{c}.ppo_epochs")),

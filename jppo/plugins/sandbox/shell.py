@@ -31,7 +31,17 @@ _STAND_INS = (
     " setsid taskset torchrun uv wandb wget which"
 )
 _HEAD = f"""#!/bin/bash -p
-put() {{ local a=${{1//\\\\/\\\\\\\\}}; printf '%s %s\\n' "$$" "${{a//$'\\n'/\\\\n}}" >&{REPLIES_FD}; }}
+known() {{  # a word with the variables of the environment that Hydra reads
+  known=$1; [[ $1 = *'${{oc.env:'* ]] || return
+  local rest=$1 text="" env='\\$\\{{oc\\.env:([A-Za-z_][A-Za-z_0-9]*) *(,[^{{}}]*)?\\}}'
+  while [[ $rest =~ $env ]]; do
+    local all=${{BASH_REMATCH[0]}} name=${{BASH_REMATCH[1]}} value=""
+    [[ $(declare -p "$name" 2>/dev/null) = "declare -x"* ]] && value=${{!name}} || value=$all
+    text+=${{rest%%"$all"*}}$value rest=${{rest#*"$all"}}
+  done
+  known=$text$rest
+}}
+put() {{ known "$1"; local a=${{known//\\\\/\\\\\\\\}}; printf '%s %s\\n' "$$" "${{a//$'\\n'/\\\\n}}" >&{REPLIES_FD}; }}
 """
 _STAND_IN = f"""{_HEAD}
 [ "${{0##*/}}" = stand-in ] || set -- "${{0##*/}}" "$@"

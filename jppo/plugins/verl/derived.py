@@ -112,11 +112,11 @@ def asynchronous(get: GetKey) -> bool:
 
 
 def publish_interval(get: GetKey) -> int:
-    """Returns after how many updates verl publishes; jppo publishes after each step."""
+    """Returns after how many steps of its schedule verl publishes; jppo publishes after each step."""
     if fully_async(get):
         return int(get("async_training.trigger_parameter_sync_step") or 1)
     if get("trainer.v1.trainer_mode") == "separate_async":
-        return int(get("trainer.v1.separate_async.parameter_sync_step"))
+        return int(get("trainer.v1.separate_async.parameter_sync_step") or 4)
     return 1
 
 
@@ -125,7 +125,7 @@ def batch(get: GetKey) -> int:
     if fully_async(get):
         required = get("A.ppo_mini_batch_size") * (get("async_training.require_batches") or 1)
         return int(required * publish_interval(get))
-    return int(get("data.train_batch_size") * publish_interval(get))
+    return int(get("data.train_batch_size"))
 
 
 def training_steps(get: GetKey) -> int | None:
@@ -134,7 +134,7 @@ def training_steps(get: GetKey) -> int | None:
     if fully_async(get) and not total:
         prompts = get("rollout.total_rollout_steps")
         return None if not prompts else max(1, int(prompts) // batch(get))
-    return -1 if not total or total < 0 else max(1, int(total) // (1 if fully_async(get) else publish_interval(get)))
+    return -1 if not total or total < 0 else int(total)
 
 
 def max_staleness(get: GetKey) -> int | None:

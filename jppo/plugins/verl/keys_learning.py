@@ -26,8 +26,8 @@ DATA = (
     same("data.apply_chat_template_kwargs", "data.apply_chat_template_kwargs", convert="arguments"),
     *missing("verl's is a torch Dataset; data.custom_cls=PATH.py:CLASS names a class that yields rows",
       "data.custom_cls.*"),
-    same("data.gen_batch_size", "data.gen_batch_size", convert="filtering",
-      why="with algorithm.filter_groups.enable; else the step's prompts are sampled at once"),
+    same("data.gen_batch_size", "data.gen_batch_size", convert="gen_batch",
+      why="with algorithm.filter_groups.enable; else the step's prompts in verl's older trainers"),
     *missing("the tokenizer is in the directory of model.path; put it there", "data.tokenizer M.tokenizer_path"),
     *missing("verl's is a torch Sampler; data.sampler=PATH.py:NAME is a function with the order of an epoch, or a class"
       " with batch and update",
@@ -179,6 +179,8 @@ CRITIC = (
     *needless("the critic's micro-batches are the actor's, of actor.max_tokens_per_device",
       "critic.ppo_micro_batch_size* critic.ppo_max_token_len_per_gpu critic.forward_micro_batch_size*"
       " critic.forward_max_token_len_per_gpu critic.ppo_infer_* critic.use_dynamic_bsz"),
+    *needless("verl until 0.7 clips by it with FSDP; newer ones and other engines by optim.clip_grad",
+      "A.grad_clip critic.grad_clip"),
     *needless("the critic is on the actor's mesh", "critic.ulysses_sequence_parallel_size critic.strategy"),
     *needless("policy and critic are one checkpoint", "critic.checkpoint.*"),
 )  # fmt: skip
@@ -189,7 +191,7 @@ def _optimizer(optim: str, section: str, lr: float) -> tuple[KeyRow, ...]:
     override, of_rate = f"{optim}.override_optimizer_config", f"of_{section}_lr"
     return (
       same(f"{optim}.lr", f"{section}.lr", lr),
-      same(f"{optim}.clip_grad", f"{section}.grad_clip", 1.0),
+      same(f"{optim}.clip_grad", f"{section}.grad_clip", 1.0, "clip"),
       same(f"{optim}.betas", f"{section}.betas", (0.9, 0.999), "pair"),
       same(f"{optim}.weight_decay", f"{section}.weight_decay", 0.01),
       same(f"{optim}.lr_warmup_steps", f"{section}.lr_warmup_steps", -1, "warmup_steps", "in steps of jppo"),

@@ -24,7 +24,7 @@ from jppo.plugins.verl.name import (
     reward_model,
     value_or,
 )
-from jppo.plugins.verl.values import adapter_field, engine_options
+from jppo.plugins.verl.values import adapter_field, engine_options, penalized_tokens
 
 KEYS: tuple[KeyRow, ...] = (
     *DATA,
@@ -43,7 +43,7 @@ KEYS: tuple[KeyRow, ...] = (
 # Today's keys, or beginnings of keys, and their names in older versions or their second names. Of each row there is one
 # for every ENGINE, veomni and torchtitan, and one for every SECTION, A and critic.
 _OTHER_NAMES = {
-    "SECTION.optim.clip_grad": "SECTION.grad_clip SECTION.optim.grad_clip",
+    "SECTION.optim.clip_grad": "SECTION.optim.grad_clip",
     "SECTION.optim.lr_scheduler_type": "SECTION.optim.warmup_style SECTION.optim.lr_decay_style"
     " SECTION.optim.decay_type",
     "SECTION.optim.weight_decay_incr_style": "SECTION.optim.wd_incr_style",
@@ -141,13 +141,13 @@ def _default_micro_tokens(get: GetKey) -> int | None:
 
 
 def _reward_weights(get: GetKey) -> str | None:
-    """Returns `reward.weights`: verl's reward model scores alone, and the overlong penalty has its factor."""
-    factor = value_or(get("OVERLONG.penalty_factor"), 1.0)
+    """Returns `reward.weights`: verl's reward model scores alone, and the overlong penalty has its slope."""
     weights = {"rm_score": 1.0} if reward_model(get) else {}
     if get("FUNCTION.path"):
         weights = {"function_score": 1.0}
-    if get("OVERLONG.enable") and get("OVERLONG.len"):
-        weights = {**(weights or {"rule_score": 1.0}), "length_score": float(factor)}
+    if tokens := penalized_tokens(get):
+        factor = value_or(get("OVERLONG.penalty_factor"), 1.0) * tokens / get("OVERLONG.len")
+        weights = {**(weights or {"rule_score": 1.0}), "length_score": factor}
     return ",".join(f"{part}={weight:g}" for part, weight in weights.items()) or None
 
 
@@ -193,7 +193,7 @@ FOLLOWING: dict[str, tuple[Callable[[GetKey], Any], str, str]] = {
     "rollout.sleep_level": (lambda get: 0 if derived.asynchronous(get) else None, _ASYNC,
       "servers are awake while the trainer learns"),
     "data.train_batch_size": (derived.batch, f"data.train_batch_size {_ASYNC}",
-      "the prompts between two publishes: times the parameter sync step"),
+      "the prompts between two publishes"),
     "trainer.total_training_steps": (derived.training_steps, f"trainer.total_training_steps {_ASYNC}",
       "steps of that size"),
     "ref.param_offload": (derived.reference_offload, "A.fsdp_config.param_offload REF.fsdp_config.param_offload",
@@ -208,7 +208,7 @@ FOLLOWING: dict[str, tuple[Callable[[GetKey], Any], str, str]] = {
     "model.lora_rank": (lambda get: adapter_field(get, "r"), "M.lora_adapter_path",
       "of the adapters that the policy starts from"),
     **{name: (_distilled(name), "distillation.enabled", "distillation from verl's teacher") for name in DISTILLED},
-    "reward.weights": (_reward_weights, "RM.enable FUNCTION.path OVERLONG.enable",
+    "reward.weights": (_reward_weights, "RM.enable FUNCTION.path OVERLONG.enable reward.reward_manager.name",
       "verl's reward model scores alone, the overlong penalty is taken off by its factor"),
     "reward.sandbox": (lambda get: "container" if get("BOX.url") else None, "BOX.url",
       "reward.sandbox_fusion.url names a service"),
@@ -224,12 +224,13 @@ FOLLOWING: dict[str, tuple[Callable[[GetKey], Any], str, str]] = {
 # For overrides on top of a jppo config: conversions that leave a value as it is, and keys without such a setting.
 UNCHANGED = (
     "as_is", "at_least_0", "dtype", "drawn", "engine", "adv_estimator", "filled", "in_turns", "interval", "loss_mode",
-    "off", "schedule", "top_k", "param_dtype", "warmup_steps", "rollout_is", "with_model",
+    "off", "clip", "schedule", "top_k", "param_dtype", "warmup_steps", "rollout_is", "with_model",
 )  # fmt: skip
 OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
     key_of("A.use_dynamic_bsz"): lambda _, values: not any(key_of(key) in values for key in MICRO),
     key_of("RM.enable"): lambda config, _: bool(config["reward.model.path"]),
     key_of("OVERLONG.enable"): lambda config, _: config["reward.overlong_buffer_tokens"] > 0,
+    "reward.reward_manager.name": lambda _config, _values: "dapo",  # jppo adds the penalty to any reward
     key_of("FUNCTION.path"): lambda config, _: config["reward.function"].partition(":")[0],
 }
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from jppo.errors import UserError
 from jppo.plugins.verl.compose import TUNING, main_of, read_file, verl_of
-from jppo.plugins.verl.derived import training_engine
-from jppo.plugins.verl.name import GetKey, key_of
+from jppo.plugins.verl.derived import fully_async, training_engine
+from jppo.plugins.verl.name import GetKey, key_of, value_or
 from jppo.plugins.verl.own_code import changed_functions
 
 # What older versions lack: by its name an expression that the sources of newer ones have, and the first version.
@@ -24,6 +24,12 @@ _FEATURES = {
     "critic's of prompts": (r"rollout_n\b", (0, 4)),
     "half of the squares": (r"vf_loss = 0\.5 \*", (0, 0)),  # 0.4.0 alone lacks it
     "warm-up from 1": (r"critic_warmup <= self\.global_steps|rollout_n\b", (0, 2)),
+    "gen batches": (r"gen_batch_size", (0, 4)),
+    "engine of FSDP": (r"(?s)\A(?!.*self\.config\.grad_clip)", (0, 8)),
+    "cosine": (r"actor_lr_scheduler = get_cosine", (0, 4)),  # of FSDP's older workers
+    "V1": (r"trainer\.use_v1\b", (0, 9)),
+    "group filter": (r"filter_groups_metric|algorithm\.filter_groups\b", (0, 9)),
+    "steps of publishes": (r"train_batch_size // self\.parameter_sync_step", (0, 9)),
 }
 GROUPS = (key_of("R.n_agent"), "data.n_samples", "agent_grpo.n")  # forks' numbers of samples, beside rollout.n
 _NEW = re.compile(  # keys that verl 0.3 does not have
@@ -60,6 +66,7 @@ def find_version(given: str, main: str, words: Iterable[str], root: str, folder:
         number = tuple(int(part or 0) for part in match.groups())
         lacks = frozenset(name for name, (_, first) in _FEATURES.items() if number < first)
         lacks |= {"half of the squares"} if number == (0, 4, 0) else set()
+        lacks |= {"warm-up from 0"} if (0, 4) <= number < (0, 6) else set()
         return Version(lacks, f"verl {given}", greedy=number < (0, 7))
     if not main:
         return Version()
@@ -71,8 +78,10 @@ def find_version(given: str, main: str, words: Iterable[str], root: str, folder:
         subtracts = re.search(r"policy_loss = policy_loss - kl_loss", text) is not None
         rewards = re.search(r"(?<!def )\bapply_kl_penalty\(", text) is not None
         config = verl / "trainer" / "config"
-        if (own := config / "ppo_megatron_trainer.yaml").is_file() and not (config / "model").is_dir():
-            lacks |= {"megatron's checkpointing"} if "gradient_checkpointing" not in read_file(own) else set()
+        if (own := config / "ppo_megatron_trainer.yaml").is_file():
+            says = re.search(r"gradient_checkpointing|- model@|- ppo_trainer", read_file(own))
+            lacks |= set() if says else {"megatron's checkpointing"}
+        lacks |= {"warm-up from 0"} if re.search(r"return min_lr_ratio \+ \(1", text) else set()
         lacks |= {"two clips always"} if re.search(r"cliprange_low != -1", text) else set()
         dataset = verl / "utils/dataset/rl_dataset.py"
         filters = not dataset.is_file() or "<= self.max_prompt_length" in _COMMENT.sub("", read_file(dataset))
@@ -81,9 +90,11 @@ def find_version(given: str, main: str, words: Iterable[str], root: str, folder:
     return Version(known=newer)
 
 
-def modernize(values: dict[str, Any], get: GetKey, version: Version) -> Iterator[str]:
+def modernize(values: dict[str, Any], get: GetKey, version: Version, main: str = "") -> Iterator[str]:
     """Gives values, in place, the names and meanings of verl 0.9.1; yields what has changed."""
     old, lacks = f"{version.source}: ", version.lacks
+    yield from _batch_as_loaded(values, get, version, main)
+    yield from _train_as_older_workers(values, get, version)
     samples = _whole(get("R.n"), 1)
     group = samples
     for key in GROUPS:
@@ -136,6 +147,40 @@ def modernize(values: dict[str, Any], get: GetKey, version: Version) -> Iterator
         values[key_of("CORRECTION.bypass_mode")] = True
 
 
+def _batch_as_loaded(values: dict[str, Any], get: GetKey, version: Version, main: str) -> Iterator[str]:
+    """Makes the batch of the older trainers, without a filter, the prompts that they load at once."""
+    old, lacks = f"{version.source}: ", version.lacks
+    is_v1 = main_of(main) in ("", "trainer.main_ppo") and "V1" not in lacks and get("trainer.use_v1") is not False
+    filters = main.endswith("main_dapo") or is_v1 or ("V1" in lacks and "group filter" not in lacks)
+    if get("algorithm.filter_groups.enable") and not filters and not fully_async(get):
+        values["algorithm.filter_groups.enable"] = False
+        yield f"{old}the trainer does not read algorithm.filter_groups; no prompts are left out"
+    loaded, batch = get("data.gen_batch_size"), get("data.train_batch_size")
+    reads = not is_v1 and (main.endswith("main_dapo") or "gen batches" not in lacks) and not fully_async(get)
+    if reads and loaded and loaded != batch and not get("algorithm.filter_groups.enable"):
+        values["data.train_batch_size"] = loaded
+        yield f"{old}a step has data.gen_batch_size={loaded} prompts, without algorithm.filter_groups"
+
+
+def _train_as_older_workers(values: dict[str, Any], get: GetKey, version: Version) -> Iterator[str]:
+    """Gives FSDP's engine the clip and the warm-up of its older workers: `grad_clip`, none by 0 steps, from the end."""
+    if "engine of FSDP" not in version.lacks or training_engine(get) != "fsdp":
+        return
+    actor = "actor_rollout_ref.actor"
+    for section in (actor, "critic") if get("trainer.use_legacy_worker_impl") != "disable" else ():
+        if "cosine" in version.lacks and get(schedule := f"{section}.optim.lr_scheduler_type") != "constant":
+            yield f"{version.source}: the learning rate is constant, whatever {schedule}={get(schedule)} says"
+            values[schedule] = "constant"
+        if get(f"{section}.optim.lr_warmup_steps") == 0:
+            values[f"{section}.optim.lr_warmup_steps_ratio"] = 0.0
+        if "warm-up from 0" in version.lacks and section == actor and get("A.optim.lr_scheduler_type") == "cosine":
+            values[f"{actor}.optim.init_lr_ratio"] = get("A.optim.min_lr_ratio")
+        key, clip = f"{section}.optim.clip_grad", value_or(get(f"{section}.grad_clip"), 1.0)
+        if values.get(key, clip) != clip:
+            yield f"{version.source}: {section}.grad_clip={clip} clips, not optim.clip_grad={values[key]}"
+        values[key] = clip
+
+
 def faults(get: GetKey, version: Version, main: str) -> Iterator[tuple[str, str]]:
     """Yields why the command may not be the script's run: an unknown version, or another trainer's code."""
     if not version.known:
@@ -150,6 +195,8 @@ def faults(get: GetKey, version: Version, main: str) -> Iterator[tuple[str, str]
         yield from changed_functions(version.code, get, tuning=main_of(main) in TUNING)
     if not version.rewards_kl and "kl in reward" not in version.lacks and get("algorithm.use_kl_in_reward"):
         yield "algorithm.use_kl_in_reward", f"the trainer in {version.source} does not call apply_kl_penalty"
+    if "steps of publishes" in version.lacks and get("trainer.v1.trainer_mode") == "separate_async":
+        yield "trainer.v1.trainer_mode=separate_async", f"{version.source} counts updates as steps, jppo publishes"
     if version.subtracts_kl and get("A.use_kl_loss"):
         yield key_of("A.use_kl_loss"), f"the loss in {version.source} subtracts the KL, and jppo adds it"
 

@@ -37,6 +37,7 @@ class Script:
 _MAIN = re.compile(r"(^|[._/])(\w*main\w*|\w*trainer\w*|launch)$")
 _QUOTED = re.compile(r"\s-m\s+\S+|main_\w+\.py\s")
 _NOISE = re.compile(r"\+|.*: line \d+: `")  # of set -x and of syntax errors
+_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _OTHER_MAINS = ("main_eval", "main_generation", "main_generation_server", "generate_proxy")
 OVERRIDE = re.compile(r"([+~]{0,2}[\w@/]+[.@/][\w.@/-]+|model_engine)=|--config|~\w+\.")
 
@@ -45,6 +46,8 @@ def find_trainer(call: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
     """Returns the trainer's main module that a command starts, and its arguments; None for other commands."""
     for i, word in enumerate(call):
         name = call[i + 1] if word == "-m" and i + 1 < len(call) else word if word.endswith(".py") else ""
+        if name in _LAUNCHERS:
+            continue
         arguments = tuple(call[i + (2 if word == "-m" else 1) :])
         main = name.removesuffix(".py").removeprefix("./").replace("/", ".").strip(".")
         if (
@@ -92,9 +95,32 @@ def read_script(path: str, arguments: Sequence[str], environment: Mapping[str, s
     ((main, words, folder, torchrun),) = trainers
     modules = {call[2] for call in run.calls if call[1] == "import"} - {"torch_npu"}
     notes = [f"{path} asks Python for {name}, which the sandbox does not have" for name in sorted(modules)]
+    notes += [f"{path} uses what {name} prints, which does not run here; write it in the script" for name in _used(run)]
     if run.why:
         notes.append(f"{path} {run.why} after its trainer was started")
     return Script(main, words, folder, run.root, tuple(notes), torchrun, run.text)
+
+
+def _used(run: shell.ScriptRun) -> list[str]:
+    """Returns the Python files and modules, but trainers, whose output a script takes or pipes to another program."""
+    text, names = run.text.replace("\\\n", " "), dict[str, None]()
+    for call in run.calls:
+        if call[1].rpartition("/")[2].startswith("python") and not find_trainer(call[1:]):
+            name = rf"(?<![\w.]){re.escape(_file_or_module(call[2:]))}(?![\w.])"
+            piped = rf"\bpython[\d.]* [^|;\n]{{0,300}}{name}[^|;\n]{{0,300}}\|(?!\||&? *tee\b)"
+            if re.search(rf"(\$\(|`)[^)`]{{0,300}}\bpython[\d.]* [^)`]{{0,300}}{name}|{piped}", text):
+                names[_file_or_module(call[2:])] = None
+    return list(names)
+
+
+def _file_or_module(words: Sequence[str]) -> str:
+    """Returns the name of the file or the module that Python runs, '-' for other code."""
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        if word == "-c":
+            return "-"
+        if word == "-m" or word.endswith(".py"):
+            return following if word == "-m" else word.rpartition("/")[2]
+    return "-"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,16 +192,28 @@ def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 _REFERENCE = re.compile(r"\$\{(?:(oc\.select|oc\.env):)?([\w.]+) *(?:, *([^{}]*|\{\}))?\}")
 
 
+_CHAIN = 8  # references in a row, at most
+
+
 def interpolate(values: dict[str, Any], get: Callable[[str], Any]) -> None:
-    """Replaces ${KEY} in values by the other key's, in place; `get` returns it."""
+    """Replaces ${KEY} in values by the other key's, in place; `get` returns it, and may return another reference."""
+    before: dict[str, Any] = {}
+    for _ in range(_CHAIN):
+        if before == values:
+            return
+        before = dict(values)
+        _interpolate_once(values, get)
+
+
+def _interpolate_once(values: dict[str, Any], get: Callable[[str], Any]) -> None:
     for key, value in values.items():
         for match in _REFERENCE.finditer(value) if isinstance(value, str) else ():
             kind, name, default = match.groups()
             dots = len(name) - len(name.lstrip("."))  # of a name relative to the key
             other = ".".join((*key.split(".")[:-dots], name[dots:])) if dots else name
             replacement = None if kind == "oc.env" or other == key else get(other)
-            if replacement is None and kind == "oc.select" and other not in values:
-                replacement = read_value(default or "null")
+            if kind == "oc.env" or (replacement is None and kind == "oc.select" and other not in values):
+                replacement = read_value(default or "null")  # of a variable that the script does not have
             is_known = replacement is not None or (kind != "oc.env" and other in values) or default is not None
             if is_known and isinstance(values[key], str):
                 whole = values[key] == match[0]
@@ -184,13 +222,13 @@ def interpolate(values: dict[str, Any], get: Callable[[str], Any]) -> None:
 
 _INT, _DIGITS = "(0|[1-9](_?[0-9])*)", "[0-9](_?[0-9])*"
 _INTEGER = re.compile(f"[+-]?{_INT}")
-_FLOAT = re.compile(rf"[+-]?({_INT}?\.{_DIGITS}|{_INT}\.|{_INT}(?=[eE]))([eE][+-]?{_DIGITS})?")
+_FLOAT = re.compile(rf"[+-]?(({_INT}?\.{_DIGITS}|{_INT}\.|{_INT}(?=[eE]))([eE][+-]?{_DIGITS})?|(?i:inf|nan))")
 
 
 def read_value(text: str) -> Any:
     """Parses a value by Hydra's grammar: null, numbers, booleans, quoted or bare text, lists and dicts."""
     text = text.strip()
-    if text in ("null", "None"):
+    if text.lower() == "null" or text == "None":
         return None
     if text.lower() in ("true", "false"):
         return text.lower() == "true"

@@ -107,7 +107,7 @@ def translate(
     _drop_defaults(values, by_file)
     _check(values, text_of, get)
     was = set(values)
-    changes = list(older.modernize(values, get, version)) if version else []
+    changes = list(older.modernize(values, get, version, main)) if version else []
     text_of |= dict.fromkeys(set(values) - was, "")
     by_file |= set(values) - was
     settings: dict[str, Any] = {}
@@ -136,6 +136,9 @@ def translate(
     estimator = get("algorithm.adv_estimator")
     if config is None and (own := settings["algorithm.adv_estimator"]) not in (estimator, "distill"):
         changes.append(f"algorithm.adv_estimator={estimator} with one sample a prompt is {own}: the score itself")
+    horizon, epochs = "trainer.total_training_steps", "trainer.total_epochs"
+    if all(key in values and key not in by_file and values[key] for key in (horizon, epochs)):
+        changes.append(f"{horizon}={values[horizon]} ends the run; in verl {epochs}={values[epochs]} does, if earlier")
     notes = list(_notes(values, get, bool(version and "kl in reward" in version.lacks))) if config is None else []
     return Translation(settings, frozenset(changed), tuple(lines), tuple(notes), tuple(changes))
 
@@ -177,7 +180,7 @@ def _check(values: dict[str, Any], text_of: dict[str, str], get: GetKey) -> None
                 f" give {key}=VALUE behind the file"
             )
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
-        if is_number and not isinstance(value, int | float | None):
+        if is_number and not isinstance(value, int | float | None) and value != "after_each_epoch":
             raise UserError(f"{text_of[key]}: it must be a number, as verl's own {default} is")
         for find_fault in _FAULTS:
             if fault := find_fault(key, value, get):
@@ -217,6 +220,8 @@ def _account(key: str, value: Any, text: str, get: Any) -> tuple[Line, str, Any]
         kind, why = "needless", f"read only with {row.only}"
     elif kind == "missing" and value in row.off:
         kind, why = "needless", "it asks for nothing"
+    elif kind == "same" and "${" in str(value):
+        kind, why = "missing", f"what ${{...}} stands for is not known here; give {key}=VALUE behind the file"
     return _convert(row, value, text, get) if kind == "same" else (Line(text, kind, why), "", None)
 
 

@@ -156,12 +156,11 @@ def engine_options(get: GetKey) -> str | None:
     return " ".join(words) or None
 
 
-def interval(value: int | None, get: GetKey) -> int:
-    """Converts an interval in verl's updates to steps of jppo's; -1 is none."""
-    if value is None or isinstance(value, str) or value <= 0:
-        return -1
-    value = min(value, 2**31 - 1)
-    return max(1, value // (1 if derived.fully_async(get) else derived.publish_interval(get)))
+def interval(value: int | str | None, _: GetKey) -> int:
+    """Returns an interval in steps, which are publishes in verl, too; -1 is none."""
+    if value == "after_each_epoch":
+        raise Unsupported("give the steps of an epoch")
+    return -1 if value is None or isinstance(value, str) or value <= 0 else min(value, 2**31 - 1)
 
 
 def critic_model(value: str | None, get: GetKey) -> str:
@@ -295,6 +294,27 @@ def filtering(value: Any, get: GetKey) -> Any:
     return needed(value, enabled, "read only with algorithm.filter_groups.enable=True")
 
 
+def gen_batch(value: int | None, get: GetKey) -> int:
+    """Returns `data.gen_batch_size`; Needless without the filter, where `older.modernize` has made it the batch."""
+    filters = filter_groups(get("algorithm.filter_groups.enable"), get)
+    return needed(value, filters, "without algorithm.filter_groups.enable a step samples its prompts at once")
+
+
+def penalized_tokens(get: GetKey) -> int:
+    """Returns the last tokens of a response that verl's over-long penalty is on; 0 without one."""
+    longest, buffer = get("data.max_response_length"), get("OVERLONG.len")
+    if not get("OVERLONG.enable") or not buffer or get("reward.reward_manager.name") != "dapo":
+        return 0
+    return max(0, int(longest - value_or(get("reward.reward_kwargs.max_resp_len"), longest) + buffer))
+
+
+def penalized(value: int | None, get: GetKey) -> int:
+    """Returns `reward.overlong_buffer_tokens`."""
+    tokens = penalized_tokens(get)
+    needed(value, tokens, "read only with overlong_buffer_cfg.enable=True and reward_manager.name=dapo")
+    return tokens
+
+
 def cut_prompts(value: str, get: GetKey) -> str:
     no_filter = value == "error" or not get("data.filter_overlong_prompts")
     return needed(value, no_filter, "data.filter_overlong_prompts=True leaves out what it would cut")
@@ -331,12 +351,15 @@ def ref_offload(value: bool, get: GetKey) -> bool:
 
 def warmup_steps(value: int | None, get: GetKey) -> int:
     """Returns the steps of the warm-up, which verl counts in updates, of which several may be between two publishes."""
+    if value and value > 0 and derived.training_engine(get) == "veomni":
+        raise Needless("VeOmni reads lr_warmup_steps_ratio alone")
     return max(1, round(value / derived.publish_interval(get))) if value is not None and value > 0 else -1
 
 
 def warmup_ratio(value: float | None, get: GetKey, section: str) -> float:
     steps = get(f"{section}.optim.lr_warmup_steps")
-    return 0.0 if steps is not None and steps > 0 else value_or(value, 0.0)
+    is_by_steps = steps is not None and steps > 0 and derived.training_engine(get) != "veomni"
+    return 0.0 if is_by_steps else value_or(value, 0.0)
 
 
 def without_server_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -355,6 +378,7 @@ CONVERSIONS: dict[str, Callable[[Any, GetKey], Any]] = {
     "off": lambda value, _: -1 if value is False else value_or(value, -1),
     "lora_alpha": lambda value, get: needed(value, has_adapters(get), "read only with lora_rank above 0"),
     "arguments": lambda value, _: ",".join(f"{name}={one}" for name, one in (value or {}).items()),
+    "clip": lambda value, _: min(needed(value), 1e30),  # inf is none
     "or_zero": lambda value, _: value_or(value, 0.0),
     "at_least_0": lambda value, _: max(0, value or 0),
     "batch": lambda _, get: derived.batch(get),
@@ -397,9 +421,9 @@ _NAMED = (
     derived.adv_estimator, derived.batch_normalize, derived.frozen, derived.loss_mode, derived.old_logprob,
     derived.rejected, derived.rejection, derived.rollout_is, derived.teacher_clamp, derived.with_weights,
     adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_model,
-    cut_prompts, dynamic_tokens, engine, filter_groups, filter_metric, filtering, function, group, in_turns, interval,
-    logger_names, master, micro_tokens, model_engine, modules, of_tools, optimizer, param_dtype, quantized,
-    ref_offload, resume_mode, reward_parts, schedule, served_experts, top_k, trainer_mode, unless_greedy,
+    cut_prompts, dynamic_tokens, engine, filter_groups, filter_metric, filtering, function, gen_batch, group, in_turns,
+    interval, logger_names, master, micro_tokens, model_engine, modules, of_tools, optimizer, param_dtype, penalized,
+    quantized, ref_offload, resume_mode, reward_parts, schedule, served_experts, top_k, trainer_mode, unless_greedy,
     warmup_steps, with_model,
 )  # fmt: skip
 CONVERSIONS |= {function.__name__: function for function in _NAMED}

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import re
 import shlex
 
@@ -205,6 +206,7 @@ ACTOR = "actor_rollout_ref.actor"
         ("actor_rollout_ref.rollout.max_concurrent_requests=512", "rollout.max_concurrent_requests", 512),
         ("actor_rollout_ref.actor.optim.optimizer=SGD", "actor.optimizer", "sgd"),
         ("actor_rollout_ref.actor.optim.lr_decay_style=cosine", "actor.lr_scheduler_type", "cosine"),
+        ("actor_rollout_ref.actor.optim.clip_grad=inf", "actor.grad_clip", 1e30),
         ("critic.optim.min_lr=5e-6", "critic.min_lr_ratio", 0.5),
         ("critic.optim.lr_warmup_init=5e-6", "critic.init_lr_ratio", 0.5),
         ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator", "reinforce_no_baseline"),  # rollout.n is 1
@@ -239,12 +241,39 @@ ACTOR = "actor_rollout_ref.actor"
         (f"{ACTOR}.loss_agg_mode=token-sum", "actor.loss_agg_mode", "token-sum"),
         ("actor_rollout_ref.actor.fsdp_config={param_offload: true}", "actor.param_offload", True),
         ("data.train_batch_size=${actor_rollout_ref.actor.ppo_mini_batch_size}", "data.train_batch_size", 1024),
+        ("actor_rollout_ref.actor.optim.lr=${oc.env:NO_SUCH_RATE,1e-5}", "actor.lr", 1e-5),
+        ("trainer.default_local_dir=${oc.env:NO_SUCH,/ckpts}/x", "trainer.run_dir", "/ckpts/x"),
+        ("data.train_files=${oc.env:NO_SUCH,${oc.env:NO_OTHER,/d/a.parquet}}", "data.train_files", "/d/a.parquet"),
+        ("actor_rollout_ref.actor.clip_ratio_low=${oc.env:NO_SUCH,null}", "actor.clip_ratio_low", None),
     ],
 )
 def test_a_value_is_what_it_means(given, setting, value, capsys):
     extra = ["actor_rollout_ref.actor.ppo_mini_batch_size=1024"] if "${" in given else []
     config, _ = said(capsys, given, *extra)
     assert config[setting] == value
+
+
+def test_epochs_beside_steps_are_told(capsys):
+    """verl's loop ends at total_epochs, and total_training_steps is its horizon; the number of rows is not known."""
+    steps = "trainer.total_training_steps=100"
+    from_verl.main([steps, "trainer.total_epochs=3"])
+    told = "note: trainer.total_training_steps=100 ends the run; in verl trainer.total_epochs=3"
+    assert capsys.readouterr().err.startswith(told)
+    from_verl.main([steps])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reference_to_a_reference_is_its_value(capsys):
+    chain = ["actor_rollout_ref.actor.optim.lr=${critic.optim.lr}", "critic.optim.lr=${mine.lr}", "+mine.lr=3e-6"]
+    assert said(capsys, *chain)[0]["actor.lr"] == 3e-6
+
+
+@pytest.mark.parametrize("value", ("${oc.env:NO_SUCH}", "${now:%Y}/x", "${no.such.key}", "[a,${no.such}]"))
+def test_a_reference_to_what_is_not_known_is_left_out(value, capsys):
+    word = f"data.train_files={value}"
+    error = one_line(capsys, from_verl.main, word, code=3)
+    assert error.startswith(f"left out: {word}: ") and "give data.train_files=VALUE" in error
+    assert translate([f"data.tool_config_path={value}"]).lines[0].kind == "needless"
 
 
 def test_verl_0_6s_names_of_a_correction_count_where_its_threshold_is_given(capsys):
@@ -266,6 +295,28 @@ def test_a_rejection_rule_of_older_verl_is_a_band(capsys):
     place = "algorithm.rollout_correction.rollout_rs"
     config, _ = said(capsys, f"{place}=geometric", f"{place}_threshold=1.25")
     assert (config["algorithm.rollout_rs"], config["algorithm.rollout_rs_threshold"]) == ("seq_mean_k1", "0.8_1.25")
+
+
+@pytest.mark.parametrize(
+    "given, tokens, weights",
+    [
+        ("reward.reward_manager.name=dapo", 1024, "rule_score=1,length_score=0.5"),
+        ("reward.reward_manager.name=naive", 0, ""),
+        ("", 0, ""),  # naive
+        # The penalty starts at 4096 - 1024 of 8192 tokens and falls by 0.5 in 1024: by 2.5 in the last 5120.
+        ("reward_model.reward_manager=dapo reward.reward_kwargs.max_resp_len=4096", 5120,
+         "rule_score=1,length_score=2.5"),
+        ("reward.reward_manager.name=dapo reward.reward_kwargs.max_resp_len=8704", 512,
+         "rule_score=1,length_score=0.25"),
+        ("reward.reward_manager.name=dapo reward.reward_kwargs.max_resp_len=9216", 0, ""),  # starts at 8192
+    ],
+)  # fmt: skip
+def test_the_over_long_penalty_is_of_the_dapo_reward_manager(given, tokens, weights, capsys):
+    """By reward_manager/dapo.py of verl 0.9.0, the only one that reads overlong_buffer_cfg."""
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg"
+    words = ["data.max_response_length=8192", f"{buffer}.enable=True", f"{buffer}.len=1024"]
+    config, _ = said(capsys, *words, f"{buffer}.penalty_factor=0.5", *given.split())
+    assert (config["reward.overlong_buffer_tokens"], config["reward.weights"]) == (tokens, weights)
 
 
 def test_a_reward_model_by_the_short_name(capsys):
@@ -331,6 +382,7 @@ def test_what_is_given_behind_a_file_counts_more(tmp_path, capsys):
         ("null", None), ("None", None), ("True", True), ("false", False), ("3", 3), ("-1", -1), ("1e-6", 1e-6),
         ("0.", 0.0), ("'3'", "3"), ("[a,'b,c',[1, 2]]", ["a", "b,c", [1, 2]]),
         ("{a: 1, b: {c: x}}", {"a": 1, "b": {"c": "x"}}),
+        ("Null", None), ("inf", math.inf), ("-INF", -math.inf), ("info", "info"),
         ("[]", []), ("Qwen/Qwen2-7B", "Qwen/Qwen2-7B"), ("1e", "1e"), ("1_000", 1000), ("0", 0), ("+1.5e-06", 1.5e-06),
         (".5_0", 0.5), ("-0.0", 0.0), ("2024_", "2024_"), ("1__2", "1__2"), ("007", "007"), ("01.5", "01.5"),
         ("_1", "_1"), ("1._5", "1._5"), ("1e5_", "1e5_"), ("\u0663", "\u0663"), (".", "."), ("00", "00"),

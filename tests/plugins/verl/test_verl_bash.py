@@ -63,13 +63,44 @@ def refusal(words, text: str, *arguments: str, **environment: str) -> str:
         (f"srun --nodes=1 bash -c '{PPO} a.b=$((1 + 1))'", ["a.b=2"]),
         (f"/opt/conda/bin/python3 -u -m verl.trainer.main_ppo a.b=1\n# {PPO} a.b=2", ["a.b=1"]),
         ("torchrun --nproc_per_node=8 verl/trainer/main_ppo.py a.b=1", ["a.b=1"]),
+        (f"python3 -m torch.distributed.run --nproc_per_node=8 {PPO[8:]} a.b=1", ["a.b=1"]),
+        ("python -m accelerate.commands.launch verl/trainer/main_ppo.py a.b=1", ["a.b=1"]),
         (f"python3 examples/data_preprocess/gsm8k.py --local_dir x\npip install x\n{PPO} a.b=1", ["a.b=1"]),
         (f"{PPO} a.b=1\n{PPO} a.b=1", ["a.b=1"]),
+        (f"export R=3e-6; N=1\n{PPO} 'a.b=${{oc.env:R,1}}/${{oc.env:N,2}}' 'c.d=${{oc.env:R}}' 'e.f=${{oc.env:N}}'",
+         ["a.b=3e-6/${oc.env:N,2}", "c.d=3e-6", "e.f=${oc.env:N}"]),  # N is not exported
         (f"until ray status | grep -q ready; do [ $((++i)) -lt 4 ] || break; sleep 100; done\n{PPO} a.b=1", ["a.b=1"]),
     ],
 )  # fmt: skip
 def test_the_arguments_are_those_under_bash(script, given, words):
     assert words(script) == given
+
+
+@pytest.mark.parametrize(
+    "script, name",
+    [
+        ("n=$(python3 -u tools/calc.py 8)", "calc.py"),
+        ("n=`true && python3 calc.py`", "calc.py"),
+        ("if python3 tools/calc.py --x \\\n 2>&1 | grep -q 100; then n=1; fi", "calc.py"),
+        ("N=$(\n  python -m tools.args\n)", "tools.args"),
+        ("python3 tools/calc.py; n=$(date) | cat", ""),
+        ("python3 tools/calc.py 2>&1 | tee log; n=$(python3 -c 'print(1)' calc.py)", ""),
+        ("python3 tools/calc.py || exit 1", ""),
+    ],
+)
+def test_what_a_python_file_prints_is_not_known(script, name, words):
+    words(f"{script}\n{PPO} a.b=1 2>&1 | sed s/a/b/")
+    notes = read_script("run.sh", [], {}).notes
+    expected = [f"run.sh uses what {name} prints, which does not run here; write it in the script"] if name else []
+    assert list(notes) == expected
+
+
+def test_an_empty_variable_is_left_out_aloud(words, capsys):
+    pathlib.Path("run.sh").write_text(f"{PPO} trainer.experiment_name=$NAME trainer.device=$DEVICE")
+    error = one_line(capsys, from_verl.main, "run.sh", "--verl=0.9", code=3)
+    assert error.startswith("left out: empty in the script: NAME") and "as in NAME=VALUE" in error
+    pathlib.Path("run.sh").write_text(f"{PPO} trainer.device=$DEVICE trainer.experiment_name=${{NAME:-}}")
+    from_verl.main(["run.sh", "--verl=0.9"])
 
 
 def test_the_trainer_gets_the_arguments_behind_the_script(words):
@@ -319,6 +350,21 @@ def test_the_fully_asynchronous_trainer():
     }
 
 
+def test_a_step_of_separate_async_is_a_publish_in_verl_too():
+    """By trainer_base.step of verl 0.9: an update, which moves the rate, has a parameter_sync_step-th of the batch."""
+    from jppo.plugins.verl.translate import translate
+
+    given = "trainer.v1.trainer_mode=separate_async data.train_batch_size=256 actor_rollout_ref.rollout.n=8"
+    given += " actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.nnodes=1"
+    given += " trainer.total_training_steps=100 trainer.save_freq=20 trainer.test_freq=10"
+    given += " actor_rollout_ref.actor.optim.lr_warmup_steps=40"
+    asked = {"data.train_batch_size": 256, "actor.ppo_mini_batch_size": 512, "trainer.total_training_steps": 100,
+      "trainer.save_freq": 20, "trainer.test_freq": 10, "rollout.mode": "async"}  # fmt: skip
+    for words, warmup in ((given, 10), (f"{given} trainer.v1.separate_async.parameter_sync_step=2", 20)):
+        settings = translate(words.split()).settings
+        assert {name: settings[name] for name in asked} == asked and settings["actor.lr_warmup_steps"] == warmup
+
+
 @pytest.fixture
 def tuned(tmp_path, capsys):
     def lines(module: str, words: str, launcher: str = "--nproc_per_node=8") -> str:
@@ -347,6 +393,12 @@ def test_fine_tuning_reads_the_keys_that_verls_trainers_read(tuned):
     assert "--config.model.remat=none" in tuned("sft_trainer", automodel)
     assert "--config.model.remat=full" in tuned("sft_trainer", f"{automodel} engine.activation_checkpointing=True")
     assert "--config.data.max_response_length=50" in tuned("sft_trainer", "++data.max_length=100")
+
+
+def test_fine_tuning_that_saves_after_each_epoch(tuned):
+    for key, code in (("save_freq", "left out: trainer.save_freq=after_each_epoch: give the steps"), ("test_freq", "")):
+        out = tuned("sft_trainer", f"trainer.{key}=after_each_epoch")
+        assert (code or "jppo.sft tests nothing") in out and ("left out" in out) == bool(code)
 
 
 def test_fine_tuning_leaves_out_what_only_ppo_can(tuned):

@@ -23,6 +23,7 @@ from jppo.settings import table
 from tests.make import ROOT, one_line
 
 PPO = "python3 -m verl.trainer.main_ppo"
+GROUP = "actor_rollout_ref.rollout.n=2"
 BASICS = "data.train_files=a data.val_files=b actor_rollout_ref.model.path=m trainer.logger=console"
 YAML = """
 data: {max_prompt_length: 256, train_batch_size: 64}
@@ -38,6 +39,16 @@ if not self.config.actor_rollout_ref.actor.use_kl_loss: batch = apply_kl_penalty
 if self.config.trainer.critic_warmup <= self.global_steps: pass
 """
 WORKERS = "self.config.actor.ppo_mini_batch_size *= self.config.rollout.n\n"
+CLIP = "grad_norm = clip_grad_norm_(self.module.parameters(), max_norm=self.config.grad_clip)\n"
+LOADER = """
+batch_size=self.config.data.get("gen_batch_size", self.config.data.train_batch_size)
+"""
+V1 = f"""{LOADER}
+if config.trainer.use_v1: filter_groups_metric = self.config.algorithm.get("filter_groups", None).metric
+sample_batch_size = train_batch_size // self.parameter_sync_step
+"""
+FILTER = "+algorithm.filter_groups.enable=True +algorithm.filter_groups.metric=acc"
+DAPO = "python3 -m recipe.dapo.main_dapo"
 confined = pytest.mark.skipif(bool(choice.lacks(choice.probe())), reason="this machine cannot confine a script")
 
 
@@ -151,10 +162,108 @@ def test_code_that_a_fork_has_commented_out_has_no_meaning(checkout, tmp_path):
 def test_the_critics_loss_of_0_4_0_is_twice_that_of_others(checkout):
     for loss, clip in (("vf_loss = 0.5 * agg_loss(squares)", 3.0), ("vf_loss = agg_loss(squares)", 1.5)):
         words = "algorithm.adv_estimator=gae critic.grad_clip=3"
-        assert checkout(words, workers=f"{WORKERS}{loss}\n")[0]["critic.grad_clip"] == clip
+        assert checkout(words, workers=f"{WORKERS}{CLIP}{loss}\n")[0]["critic.grad_clip"] == clip
     for verl, clip in (("0.3", 1.0), ("0.4.0", 0.5), ("0.4.1", 1.0)):
         pathlib.Path("verl/trainer/ppo/ray_trainer.py").unlink(missing_ok=True)
         assert translated(f"{PPO} {BASICS} algorithm.adv_estimator=gae", verl)[0]["critic.grad_clip"] == clip
+
+
+@confined
+def test_a_step_of_the_older_trainers_has_the_prompts_that_are_loaded_at_once(checkout):
+    """Of 0.4 to 0.8, and of 0.9 without use_v1: the loader's batch is gen_batch_size. 0.3 has no such key."""
+    words = f"{GROUP} data.train_batch_size=16 +data.gen_batch_size=64"
+    for trainer, given, prompts in (
+        (LOADER, "", 64),
+        (V1, "", 16),
+        (V1, "+trainer.use_v1=False", 64),
+        ("", "", 16),
+        (LOADER, "+data.gen_batch_size=null", 16),
+    ):
+        config, missing, changes = checkout(f"{words} {given}", trainer=TRAINER + trainer)
+        assert (config["data.train_batch_size"], missing) == (prompts, [])
+        assert any("data.gen_batch_size=64" in change for change in changes) == (prompts == 64)
+        assert config["actor.ppo_mini_batch_size"] == min(32, prompts) * 2 and config["data.gen_batch_size"] is None
+    assert checkout(words, trainer=TRAINER + LOADER, main=DAPO)[0]["data.train_batch_size"] == 64
+    config, missing, _ = checkout(f"{words} {FILTER}", trainer=TRAINER + LOADER, main=DAPO)
+    assert (config["data.train_batch_size"], config["data.gen_batch_size"], missing) == (16, 64, [])
+
+
+@confined
+def test_the_filter_of_groups_is_of_the_dapo_recipe_and_of_0_9(checkout):
+    fork = f"{LOADER}if self.config.algorithm.filter_groups.enable: batch = new_batch[kept]\n"
+    for trainer, main, given, filters in (
+        (LOADER, PPO, "", False),
+        (LOADER, DAPO, "", True),
+        (V1, PPO, "", True),
+        (V1, PPO, "+trainer.use_v1=False", False),
+        (fork, PPO, "", True),
+    ):
+        config, missing, changes = checkout(f"{GROUP} {FILTER} {given}", trainer=TRAINER + trainer, main=main)
+        assert (config["algorithm.filter_groups"], missing) == (filters, [])
+        assert any("does not read algorithm.filter_groups" in change for change in changes) != filters
+
+
+@confined
+def test_the_clip_of_the_older_workers_is_not_the_optimizers(checkout):
+    """By dp_actor.py and dp_critic.py until 0.7; the engines of 0.8 read optim.clip_grad alone, as Megatron does."""
+    actor = "actor_rollout_ref.actor"
+    words = f"{actor}.grad_clip=0.3 critic.grad_clip=0.2 +{actor}.optim.clip_grad=0.7 +critic.optim.clip_grad=0.8"
+    for workers, given, clips in (
+        (CLIP, "", (0.3, 0.1)),  # the critic's loss is of the squares
+        (CLIP, f"~{actor}.grad_clip", (1.0, 0.1)),
+        (CLIP, "+trainer.use_legacy_worker_impl=disable", (0.7, 0.4)),
+        (CLIP, f"{actor}.strategy=megatron", (0.7, 0.4)),
+        ("", "", (0.7, 0.4)),
+    ):
+        config, missing, _ = checkout(f"algorithm.adv_estimator=gae {words} {given}", workers=WORKERS + workers)
+        assert (config["actor.grad_clip"], config["critic.grad_clip"], missing) == (*clips, [])
+
+
+@confined
+def test_the_warm_up_of_the_older_workers(checkout):
+    """Until 0.7 FSDP takes the ratio below 0 steps, an engine at 0, too; a cosine of 0.4 starts at min_lr_ratio."""
+    place = "actor_rollout_ref.actor.optim"
+    words = f"+{place}.lr_warmup_steps=0 +{place}.lr_warmup_steps_ratio=0.1 +{place}.lr_scheduler_type=cosine"
+    words += f" +{place}.min_lr_ratio=0.2"
+    cosine = f"{CLIP}actor_lr_scheduler = get_cosine_schedule_with_warmup(optimizer)\n"
+    later = f"{cosine}return min_lr_ratio + (1.0 - min_lr_ratio) * (current_step / num_warmup_steps)\n"
+    names = ("actor.lr_warmup_steps", "actor.lr_warmup_steps_ratio", "actor.init_lr_ratio", "actor.lr_scheduler_type")
+    for workers, given, values in (
+        (CLIP, "", (-1, 0.0, 0.0, "constant")),  # 0.3 has no other
+        (cosine, "", (-1, 0.0, 0.0, "cosine")),
+        (later, "", (-1, 0.0, 0.2, "cosine")),
+        (later, f"{place}.lr_scheduler_type=constant", (-1, 0.0, 0.0, "constant")),
+        (later, "actor_rollout_ref.actor.strategy=megatron", (-1, 0.1, 0.0, "cosine")),
+        ("", "", (-1, 0.1, 0.0, "cosine")),
+        ("", f"actor_rollout_ref.actor.strategy=veomni {place}.lr_warmup_steps=7", (-1, 0.1, 0.0, "cosine")),
+        ("", f"{place}.lr_warmup_steps=7", (7, 0.0, 0.0, "cosine")),
+    ):
+        config, missing, _ = checkout(f"{GROUP} {words} {given}", workers=WORKERS + workers)
+        assert (*(config[name] for name in names), missing) == (*values, [])
+
+
+@confined
+def test_megatron_recomputes_what_its_yaml_says(checkout, tmp_path):
+    """Until 0.6 the YAML of Megatron's trainer has neither the key nor the group of it."""
+    checkout("")
+    megatron = "actor_rollout_ref.actor.strategy=megatron"
+    for yaml, remat in (
+        ("a: 1", "none"),
+        ("defaults: [\n - model@actor_rollout_ref.model: hf_model]", "full"),
+        ("defaults: [\n - ppo_trainer]", "full"),
+    ):
+        (tmp_path / "verl/trainer/config/ppo_megatron_trainer.yaml").write_text(yaml)
+        (tmp_path / "verl/trainer/config/model").mkdir(exist_ok=True)
+        assert checkout(f"{GROUP} {megatron}")[0]["model.remat"] == remat
+        assert checkout(GROUP)[0]["model.remat"] == "full"
+
+
+@confined
+def test_updates_were_the_steps_of_separate_async_before_0_9(checkout):
+    words = f"{GROUP} +trainer.v1.trainer_mode=separate_async +rollout.nnodes=1"
+    assert checkout(words, trainer=TRAINER + V1)[1] == []
+    (line,) = checkout(words, trainer=TRAINER + V1.replace(" // ", " * "))[1]
+    assert line.startswith("trainer.v1.trainer_mode=separate_async") and "updates as steps" in line
 
 
 @confined

@@ -68,9 +68,11 @@ $PPO "${GSM8K[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" "${CRITIC[@]}" algor
 $PPO "${GSM8K[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" "${CRITIC[@]}" actor_rollout_ref.actor.ppo_epochs=4 actor_rollout_ref.actor.shuffle=True actor_rollout_ref.actor.clip_ratio=0.2 actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 critic.cliprange_value=0.2 "${RUN[@]}"
 
 ### ppo, schedules and clipping of the gradient
+## actor.grad_clip=0.5
+## critic.grad_clip=1.0
 ## actor.lr_scheduler_type=cosine
 ## actor.lr_warmup_steps=10
-$PPO "${GSM8K[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" "${CRITIC[@]}" actor_rollout_ref.actor.grad_clip=0.5 critic.grad_clip=0.5 actor_rollout_ref.actor.optim.warmup_style=cosine actor_rollout_ref.actor.optim.lr_warmup_steps=10 actor_rollout_ref.actor.optim.min_lr_ratio=0.1 critic.optim.lr_warmup_steps_ratio=0.05 actor_rollout_ref.actor.optim.weight_decay=0.1 "${RUN[@]}"
+$PPO "${GSM8K[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" "${CRITIC[@]}" actor_rollout_ref.actor.optim.clip_grad=0.5 critic.grad_clip=0.5 actor_rollout_ref.actor.optim.warmup_style=cosine actor_rollout_ref.actor.optim.lr_warmup_steps=10 actor_rollout_ref.actor.optim.min_lr_ratio=0.1 critic.optim.lr_warmup_steps_ratio=0.05 actor_rollout_ref.actor.optim.weight_decay=0.1 "${RUN[@]}"
 
 ### ppo, a reward model
 ## reward.weights=rm_score=1
@@ -273,7 +275,7 @@ $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" actor_rollout_ref.rol
 ## rollout.mode=async
 ## rollout.max_staleness=1
 ## rollout.on_update=abort
-## data.train_batch_size=4096
+## data.train_batch_size=1024
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" trainer.v1.trainer_mode=separate_async trainer.v1.separate_async.parameter_sync_step=4 trainer.v1.sampler.max_off_policy_threshold=4 "${RUN[@]}"
 
 ### grpo, images
