@@ -75,22 +75,24 @@ def comparison_groups(unusable: np.ndarray, n: int) -> np.ndarray:  # [B] bool -
 def with_branches(episodes: Episodes, earned: Callable[[str], Callable[[Trajectory], Earned]]) -> Episodes:
     """Appends the other branches of episodes, each with its episode's reward and greedy score.
 
-    `earned` is (data source) -> (branch) -> the rewards that the branch earned inside it, by position.
+    `earned` is (data source) -> (branch) -> the rewards that the branch earned inside it, by position. Those of an
+    episode with an error are dropped, as in its first branch: its score is not their sum.
     """
     branches = [(i, branch) for i, t in enumerate(episodes.trajectories) for branch in t.branches]
     if not branches:
         return episodes
     amounts = {source: earned(source) for source in set(episodes.sources)}
     first = np.concatenate([episodes.first, np.array([i for i, _ in branches], np.int32)])
-    branch_rewards = [
-        dataclasses.replace(episodes.rewards[i], earned=amounts[episodes.prompts[i].data_source](branch))
-        for i, branch in branches
-    ]
+
+    def branch_reward(i: int, branch: Trajectory) -> Reward:
+        reward, earn = episodes.rewards[i], amounts[episodes.prompts[i].data_source]
+        return dataclasses.replace(reward, earned=earn(branch) if reward.error is None else ())
+
     branch_groups = np.arange(len(episodes.group), len(first), dtype=episodes.group.dtype)
     return Episodes(
         prompts=[episodes.prompts[i] for i in first],
         trajectories=[*episodes.trajectories, *(branch for _, branch in branches)],
-        rewards=[*episodes.rewards, *branch_rewards],
+        rewards=[*episodes.rewards, *(branch_reward(i, branch) for i, branch in branches)],
         group=np.concatenate([episodes.group, branch_groups]),
         first=first,
         greedy=None if episodes.greedy is None else episodes.greedy[first],

@@ -316,9 +316,12 @@ class Grading:
     def submit(self, number: int, sample: Sample) -> None:
         """Submits a sample to every part that scores its source."""
         weights, parts = self._reward_sum.weights.of(sample.prompt.data_source), self._reward_sum.parts
-        if sample.exchange is not None and sample.exchange.fault is not None:  # an error, whatever other parts say
-            weights = {name: x for name, x in weights.items() if isinstance(parts[name], ConversationPart)} or weights
+        fault = None if sample.exchange is None else sample.exchange.fault
+        if fault is not None:  # an error, whatever other parts say
+            weights = {name: x for name, x in weights.items() if isinstance(parts[name], ConversationPart)}
         futures = {name: (weight, parts[name].submit(sample)) for name, weight in weights.items()}
+        if fault is not None and not futures:  # no part reads the conversation
+            futures["conversation"] = (0.0, graded(failed(fault)))
         for name, (_, future) in futures.items():
             traces.until_done(name, future)
         with self._lock:

@@ -128,14 +128,27 @@ def math_verify(response: str, ground_truth: str) -> Verdict:
     The truth may be boxed or not. 1/2 equals 0.5, and (x+1)^2 equals x^2+2x+1. Without a closed box the score is 0.
     Some formulas take long or much memory, so `graders.py` runs this rule in the pool.
     """
-    truth = boxed(ground_truth) if r"\boxed" in ground_truth else ground_truth.strip().strip("$")
+    truth = _respelled(boxed(ground_truth) if r"\boxed" in ground_truth else ground_truth.strip().strip("$"))
     if not truth:
         raise ValueError(f"ground_truth={ground_truth!r} has no answer")
-    answer = boxed(response)
+    answer = _respelled(boxed(response))
     if not answer:
         return _verdict(False, None)
-    plain = "".join(answer.split())
-    return _verdict(plain == "".join(truth.split()) or _equal_as_math(truth, answer), plain)
+    plain = _SPACE.sub("", answer)
+    return _verdict(plain == _SPACE.sub("", truth) or _equal_as_math(truth, answer), plain)
+
+
+_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")  # between two digits one has a meaning
+_GAP = r"(?:\\[,;:! ]|[ ~])+"
+_GAP_OF_GROUPS = re.compile(rf"(?<=[0-9]){_GAP}(?=[0-9]{{3}}(?![0-9/]))")
+_MIXED = re.compile(rf"(?<![0-9.])([0-9]+){_GAP}([0-9]+)/([0-9]+)")
+_CLOSING_MARK = re.compile(r"(?<![\\.]) ?[.,;:]\Z")  # not of a space, as \;, or of an ellipsis
+
+
+def _respelled(formula: str | None) -> str:
+    r"""Returns a formula as math-verify reads it: 1\,234 or 1 234 is 1234, 3 1/2 is 3\frac{1}{2}, and 5. is 5."""
+    text = _CLOSING_MARK.sub("", " ".join((formula or "").split()))
+    return _MIXED.sub(r"\1\\frac{\2}{\3}", _GAP_OF_GROUPS.sub("", text))
 
 
 _WORD = r"(?:[^\s{}$]|\{(?:[^{}]|\{[^{}]*\})*\})+"

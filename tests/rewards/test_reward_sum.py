@@ -66,8 +66,18 @@ def test_an_episode_that_failed_is_scored_by_no_other_part():
     failed, found = both.grade([dataclasses.replace(sample("x"), exchange=fault), sample("y")])
     assert judge.asked == ["y"] and found.score == 0.5
     assert failed.error == "agent_score: killed" and math.isnan(failed.score)
-    reward_sum({"judge": judge}).grade([dataclasses.replace(sample("x"), exchange=fault)])  # no part reads the failure
-    assert judge.asked == ["y", "x"]
+
+
+@pytest.mark.parametrize("weights", ["judge=1,agent_score=off", "judge=1,agent_score=off,gsm8k:judge=off"])
+@pytest.mark.parametrize("on_error,score", [(None, math.nan), (-1.0, -1.0)])
+def test_an_episode_that_failed_is_an_error_if_no_part_reads_it(weights, on_error, score):
+    judge, fault = Table({"x": 0.0}), Exchange(0, 0, 0.0, 0.0, "killed")
+    parts = {"judge": judge, "agent_score": ConversationPart()}
+    one = dataclasses.replace(sample("x", source="gsm8k"), exchange=fault)
+    [found] = reward_sum(parts, weights, on_error=on_error).grade([one])
+    np.testing.assert_equal(found.score, score)
+    assert found.error == "conversation: killed" and found.parts == {} and judge.asked == []
+    assert found.unusable == (None if on_error else "not graded: conversation: killed")
 
 
 def test_the_answer_is_that_of_the_part_that_looks_for_one():

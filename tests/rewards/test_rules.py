@@ -312,6 +312,26 @@ def test_all_rows_of_aqua(shared):
         (r"\text{Evelyn}", r"\text{Evelyn}", 1),
         ("7", r"The sum is \boxed{7}.", 1),
         ("0.3333", r"\frac{1}{3}", 0),
+        ("1 1/2", "11/2", 0),  # white space between digits has a meaning
+        ("1  1/2", "11/2", 0),
+        ("31/2", "3 1/2", 0),
+        ("1 2", "12", 0),
+        ("1 1/2", "3/2", 1),  # a mixed number
+        ("3 1/2", "7/2", 1),
+        ("-3 1/2", "-3.5", 1),
+        (r"3\,1/2", r"3 \frac{1}{2}", 1),
+        ("1 234/567", "1234/567", 0),
+        ("1 000", "1000", 1),  # groups of three digits
+        (r"12\,345", "12345", 1),
+        (r"1\;234\ 567", "1234567", 1),
+        ("12~345", "12345", 1),
+        ("12345", r"12\,345", 1),
+        ("42.", "42", 1),  # the end of a sentence
+        ("42 ,", "42", 1),
+        ("5", "5.", 1),
+        (r"5\;", "5", 1),
+        ("0.333...", "0.333", 0),
+        (r"2 \pi r", r"2\pi r", 1),
         (r"\frac{", "3", 0),
         (r"\foo{\bar", "3", 0),
         ("}{", "3", 0),
@@ -370,6 +390,8 @@ def test_only_the_last_box_counts():
         (rules.choice_strict, "A", ["#### e", "B"], ["E", ""]),
         (rules.exact, "x", [" a b\n", "a b", ""], ["a b", "a b", ""]),
         (rules.math_verify, "x", [r"\boxed{ x }", r"\boxed{x} or \boxed{x}", "x"], ["x", "x", ""]),
+        (rules.math_verify, "5", [r"\boxed{11/2}", r"\boxed{1 1/2}", r"\boxed{5\,000.}", r"\boxed{5 000}"],
+         ["11/2", r"1\frac{1}{2}", "5000", "5000"]),
     ],
 )  # fmt: skip
 def test_answers_that_are_equal_have_one_form(rule, truth, responses, answers):

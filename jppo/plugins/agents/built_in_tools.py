@@ -268,7 +268,8 @@ class Python:
         except ValueError as e:
             raise UserError(f"the tool python: {e}") from e
         self.concurrency = workers
-        self._pool = Pool(workers, timeout_s=timeout_s + _STARTUP_S, memory_bytes=max(memory_bytes, 2**30))
+        self.call_timeout_s = timeout_s + _STARTUP_S  # after which a program's worker is free again
+        self._pool = Pool(workers, timeout_s=self.call_timeout_s, memory_bytes=max(memory_bytes, 2**30))
         self._target: Target = ("program", str(timeout_s), str(memory_bytes), *sandbox)
         purpose = "Runs a Python program and returns what it prints."
         self.schema = _schema("python", purpose, "code", "the program; it must print its results")

@@ -54,7 +54,7 @@ def hermes(text: str, schemas: Sequence[Schema]) -> list[ParsedCall]:
             return Fault(f"the call is not valid JSON: {e}")
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return Fault('a call is {"name": ..., "arguments": {...}}')
-        arguments = call.get("arguments", {})
+        arguments = {} if call.get("arguments") is None else call["arguments"]
         if isinstance(arguments, str):  # OpenAI's form: JSON within JSON
             return _require_known(_call_from_json(call["name"], arguments), schemas)
         if not isinstance(arguments, dict):
@@ -72,11 +72,7 @@ def qwen3_coder(text: str, schemas: Sequence[Schema]) -> list[ParsedCall]:
         if match is None:
             return Fault("a call is <function=NAME><parameter=KEY>VALUE</parameter></function>")
         name = match[1].strip()
-        types = {
-            key: parameter.get("type")
-            for key, parameter in _parameter_schemas(name, schemas).items()
-            if isinstance(parameter, dict)
-        }
+        parameters = _parameter_schemas(name, schemas)
         arguments: dict[str, Any] = {}
         for parameter_text in match[2].split("<parameter=")[1:]:
             key, _, rest = parameter_text.partition(">")
@@ -84,7 +80,8 @@ def qwen3_coder(text: str, schemas: Sequence[Schema]) -> list[ParsedCall]:
             if not end:
                 return Fault(f"the parameter {key.strip()[:40]!r} has no </parameter>")
             try:
-                arguments[key.strip()] = _convert(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip()))
+                stripped = value.removeprefix("\n").removesuffix("\n")
+                arguments[key.strip()] = _convert(stripped, _kinds(parameters.get(key.strip())))
             except (ValueError, RecursionError) as e:
                 return Fault(f"{key.strip()} is not of its type: {e}")
         return _require_known(Call(name, arguments), schemas)
@@ -154,21 +151,40 @@ def _require_known(call: ParsedCall, schemas: Sequence[Schema]) -> ParsedCall:
     functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
     if call.name not in functions:
         return Fault(f"there is no tool {call.name!r}; there are {', '.join(functions)}")
-    required = functions[call.name].get("parameters", {}).get("required") or []
+    required = (functions[call.name].get("parameters") or {}).get("required") or []
     missing = [key for key in required if key not in call.arguments]
     return Fault(f"{call.name} needs {', '.join(map(repr, missing))}") if missing else call
 
 
 def _parameter_schemas(name: str, schemas: Sequence[Schema]) -> Mapping[str, Any]:
     functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
-    return functions.get(name, {}).get("parameters", {}).get("properties") or {}
+    return (functions.get(name, {}).get("parameters") or {}).get("properties") or {}
 
 
-def _convert(value: str, kind: Any) -> Any:
-    """Parses a parameter's text by the type in its schema."""
-    if kind in (None, "string") or (isinstance(kind, list) and "string" in kind):
+_CONSTANTS = {"true": "true", "false": "false", "none": "null"}  # templates write Python's True and None
+
+
+def _kinds(schema: Any) -> list[Any]:
+    """Returns the types in a parameter's schema and its alternatives, '$ref' among them; 'string' if there is none."""
+    fields = schema if isinstance(schema, Mapping) else {}
+    kinds: list[Any] = ["$ref"] if "$ref" in fields else []  # a definition elsewhere, which is not looked up
+    for key in ("type", "anyOf", "oneOf"):
+        entry = fields.get(key) or []
+        for kind in entry if isinstance(entry, list) else [entry]:
+            kinds += [kind] if key == "type" else _kinds(kind)
+    return kinds or ["string"]
+
+
+def _convert(value: str, kinds: list[Any]) -> Any:
+    """Parses a parameter's text by its types; what may be text stays as it is."""
+    if "string" in kinds:
         return value
-    return _parse_json(value.strip().lower() if kind == "boolean" else value.strip())  # templates write Python's True
+    try:
+        return _parse_json(_CONSTANTS.get(value.strip().lower(), value.strip()))
+    except (ValueError, RecursionError):
+        if "$ref" in kinds:  # perhaps to an enumeration of texts
+            return value
+        raise
 
 
 def _parse_json(text: str) -> Any:

@@ -56,7 +56,7 @@ Begin = Callable[[Context], Awaitable[tuple[str, Respond]]]  # the opening messa
 
 def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
     """Makes the simulated user of a run; returns the function that begins a conversation with it."""
-    user = _load_class(spec, "rollout.multi_turn.interaction", ("respond",))()
+    _, user = _load_class(spec, "rollout.multi_turn.interaction", ("respond",))
 
     async def begin(context: Context) -> tuple[str, Respond]:
         async def respond(messages: list[dict[str, str]]) -> PartnerReply:
@@ -71,13 +71,13 @@ def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
 
 def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
     """Returns the function that begins a conversation with a new environment."""
-    cls = _load_class(spec, "rollout.multi_turn.environment", ("reset", "step"))
+    cls, _ = _load_class(spec, "rollout.multi_turn.environment", ("reset", "step"))
+
+    def __init__() -> Any:  # its name is in errors; the class itself would look async if its `__call__` is
+        return cls()
 
     async def begin(context: Context) -> tuple[str, Respond]:
-        try:
-            environment = cls()
-        except Exception as e:
-            raise PartnerError(f"{spec} cannot be created: {explain(e)}") from e
+        environment = await _call(user_code, __init__, timeout_s=timeout_s)
 
         async def respond(messages: list[dict[str, str]]) -> PartnerReply:
             returned = await _call(user_code, environment.step, messages[-1]["content"], timeout_s=timeout_s)
@@ -92,19 +92,19 @@ def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
     return begin
 
 
-def _load_class(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[], Any]:
-    """Returns the class after checking its constructor and methods."""
+def _load_class(spec: str, setting: str, methods: tuple[str, ...]) -> tuple[Callable[[], Any], Any]:
+    """Returns the class and an object of it, after checking its constructor and methods."""
     cls: Callable[[], Any] = resolve(spec, setting)
     try:
         partner = cls()
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise UserError(
             f"{setting}={spec}: the class cannot be created without arguments ({explain(e)}); fix it"
         ) from e
     for method in methods:
         if not callable(getattr(partner, method, None)):
             raise UserError(f"{setting}={spec}: the class has no method {method!r}; add it")
-    return cls
+    return cls, partner
 
 
 async def _call(user_code: UserCodeRunner, method: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:

@@ -25,9 +25,8 @@ def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent:
         side=m.tool_response_truncate_side,
         timeout_s=m.tool_timeout_s,
     )
-    toolbox = Toolbox(
-        read_tools(m.tool_config_path, allow_code=m.allow_code, sandbox=c.reward.sandbox_choice), limits, user_code
-    )
+    options: dict[str, Any] = dict(allow_code=m.allow_code, timeout_s=m.tool_timeout_s, sandbox=c.reward.sandbox_choice)
+    toolbox = Toolbox(read_tools(m.tool_config_path, **options), limits, user_code)
     gateway = make_gateway(c, tokenizer, ends) if c.rollout.agent else None
     talk, schemas = (gateway.talk, []) if gateway else _make_turn_loop(c, tokenizer, ends, toolbox, user_code)
 

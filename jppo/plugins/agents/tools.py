@@ -18,11 +18,12 @@ import asyncio
 import contextlib
 import dataclasses
 import inspect
+import math
 import pathlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol
 
 import yaml
@@ -59,8 +60,14 @@ class UserCodeRunner:
             self._slots = {k: s for k, s in self._slots.items() if not k[0].is_closed()}
             self._slots[key] = asyncio.Semaphore(slots)
         async with contextlib.nullcontext() if slots is None else self._slots[key]:
-            future = self._submit(function, arguments) if is_async(function) else _run_in_thread(function, arguments)
-            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+            return await asyncio.wait_for(self._run(function, arguments), timeout_s)
+
+    async def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Returns or raises what the callable does, or the coroutine that a plain function returns."""
+        if is_async(function):
+            return await asyncio.wrap_future(self._submit(function, arguments))
+        result = await asyncio.wrap_future(_run_in_thread(function, arguments))
+        return await asyncio.wrap_future(self._submit(lambda: result, ())) if inspect.isawaitable(result) else result
 
     def _submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
         with self._lock:
@@ -86,7 +93,7 @@ async def _await_safely(function: Callable[..., Any], arguments: tuple[Any, ...]
     """Awaits a call; what would end the loop becomes a RuntimeError."""
     try:
         return await function(*arguments)
-    except (SystemExit, KeyboardInterrupt) as e:  # these would end the loop
+    except (SystemExit, KeyboardInterrupt, CancelledError) as e:  # these would end the loop, or cancel the caller
         raise RuntimeError(f"it raised {type(e).__name__}") from e
     except asyncio.CancelledError as e:
         if asyncio.current_task().cancelling():  # type: ignore[union-attr]
@@ -104,7 +111,9 @@ def _run_in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
         try:
             result = function(*arguments)
         except BaseException as e:  # exit(), too
-            future.set_exception(e if isinstance(e, Exception) else RuntimeError(f"it raised {type(e).__name__}"))
+            # asyncio refuses a StopIteration, so that the caller waits forever, and cancels it by a CancelledError
+            is_plain = isinstance(e, Exception) and not isinstance(e, StopIteration | CancelledError)
+            future.set_exception(e if is_plain else RuntimeError(f"it raised {type(e).__name__}"))
         else:
             future.set_result(result)
 
@@ -256,10 +265,13 @@ def cut_to_length(text: str, length: int, side: str) -> str:
     return text[:left_length] + dots + text[len(text) - (kept_length - left_length) :]
 
 
-def read_tools(path: str, *, allow_code: bool, sandbox: tuple[str, ...] = (STRICT,)) -> list[Tool]:
+def read_tools(
+    path: str, *, allow_code: bool, timeout_s: float = math.inf, sandbox: tuple[str, ...] = (STRICT,)
+) -> list[Tool]:
     """Creates the tools of a YAML or Python file; '' means none. Faults are UserErrors.
 
-    `sandbox` is where the tool python runs programs: reward.sandbox and reward.sandbox_url.
+    `timeout_s` is the limit of a call. `sandbox` is where the tool python runs programs: reward.sandbox and
+    reward.sandbox_url.
     """
     if not path:
         return []
@@ -272,10 +284,16 @@ def read_tools(path: str, *, allow_code: bool, sandbox: tuple[str, ...] = (STRIC
         if names.count(name) > 1:
             raise UserError(f"{setting} has two tools of the name {name!r}; rename one in its tool_schema")
     for tool in tools:
+        _require_parameters(tool.schema["function"], setting)
         if isinstance(tool, Python) and not allow_code:
             raise UserError(
                 f"{setting}: the tool python runs the model's programs; allow it by"
                 " rollout.multi_turn.allow_code=True; docs/security.md describes its sandbox"
+            )
+        if isinstance(tool, Python) and tool.call_timeout_s > timeout_s:
+            raise UserError(
+                f"{setting}: a call of the tool python may take its timeout_s and a start, {tool.call_timeout_s:g} s;"
+                f" rollout.multi_turn.tool_timeout_s={timeout_s:g} must be as long, or a late program keeps its worker"
             )
     return tools
 
@@ -354,3 +372,15 @@ def _require_name(tool: Any, setting: str) -> str:
                 f"{setting}: the tool {name!r} takes {inspect.signature(tool)}; it must take (arguments, context)"
             ) from e
     return name
+
+
+def _require_parameters(function: Mapping[str, Any], setting: str) -> None:
+    """UserError if the schema of a tool's parameters is there and of another form than parsers of calls read."""
+    parameters = function.get("parameters") or {}
+    fields = parameters if isinstance(parameters, Mapping) else {"properties": parameters}
+    properties, required = fields.get("properties") or {}, fields.get("required") or []
+    if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
+        raise UserError(
+            f"{setting}: the tool {function['name']!r} has parameters={short(parameters)}; it must be an object whose"
+            " `properties` is an object and whose `required` is a list of names"
+        )

@@ -29,6 +29,8 @@ def test_text_without_calls_has_none(text):
         ('{"name": "add", "arguments": "[1]"}', Fault("the arguments of add are not an object")),
         ('{"name": "add", "arguments": [1]}', Fault("the arguments of add are not a JSON object")),
         ('{"name": "add"}', Fault("add needs 'a'")),
+        ('{"name": "add", "arguments": null}', Fault("add needs 'a'")),
+        ('{"name": "add", "arguments": 0}', Fault("the arguments of add are not a JSON object")),
         ('{"name": 3}', Fault('a call is {"name": ..., "arguments": {...}}')),
         ("[]", Fault('a call is {"name": ..., "arguments": {...}}')),
         ('{"name": "sub", "arguments": {}}', Fault("there is no tool 'sub'; there are add, ask")),
@@ -102,6 +104,35 @@ def test_qwen3_coder_takes_types_from_the_schema():
     assert qwen3_coder("<tool_call><function=ask></function></tool_call>", BOTH) == [Fault("ask needs 'what'")]
 
 
+OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+OTHER = {"$ref": "#/$defs/Other"}
+
+
+@pytest.mark.parametrize(
+    "parameter,text,value",
+    [
+        (OPTIONAL, "5", 5),
+        (OPTIONAL, "null", None),
+        (OPTIONAL, "None", None),  # as templates write it
+        ({"oneOf": [{"type": "boolean"}, {"type": "array"}]}, "True", True),
+        ({"oneOf": [{"type": "boolean"}, {"type": "array"}]}, '["A"]', ["A"]),
+        ({"type": ["integer", "null"]}, "5", 5),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "5", "5"),  # may be text
+        ({"anyOf": [{}, {"type": "null"}]}, "5", "5"),
+        ({"anyOf": 3}, "5", "5"),
+        ({"enum": ["5", "6"]}, "5", "5"),
+        (OTHER, '{"a": [1]}', {"a": [1]}),
+        (OTHER, "red", "red"),  # an enumeration
+        ({"anyOf": [OTHER, {"type": "null"}]}, '{"a": 1}', {"a": 1}),
+        ({"anyOf": [{"type": "array"}, OTHER]}, "red", "red"),
+    ],
+)
+def test_qwen3_coder_reads_the_types_of_alternatives(parameter, text, value):
+    f = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": parameter}}}}
+    call = f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>"
+    assert qwen3_coder(call, [f]) == [Call("f", {"x": value})]
+
+
 @pytest.mark.parametrize(
     "text,schemas,found",
     [
@@ -136,6 +167,9 @@ def test_a_schema_may_have_nulls_and_lists_of_types():
     assert hermes('<tool_call>{"name": "f"}</tool_call>', [empty]) == [Call("f", {})]
     assert plain_calls("<<f>>", [empty]) == [Call("f", {})]
     text = "<tool_call><function=f><parameter=x>a</parameter></function></tool_call>"
+    null = {"type": "function", "function": {"name": "f", "parameters": None}}
+    assert hermes('<tool_call>{"name": "f", "arguments": null}</tool_call>', [null]) == [Call("f", {})]
+    assert plain_calls("<<f>>", [null]) == [Call("f", {})] and qwen3_coder(text, [null]) == [Call("f", {"x": "a"})]
     assert (
         qwen3_coder(text, [empty]) == qwen3_coder(text, [schema("f", x=["string", "null"])]) == [Call("f", {"x": "a"})]
     )

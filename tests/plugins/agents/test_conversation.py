@@ -1,6 +1,7 @@
 """Conversations, held with a policy that says what it is told to."""
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import re
 import threading
@@ -151,6 +152,9 @@ class Slow:
     async def cancelled(self, context):
         raise asyncio.CancelledError
 
+    async def withdrawn(self, context):
+        raise concurrent.futures.CancelledError
+
     async def flood(self, context):
         return "o" * 10_000_000
 
@@ -180,6 +184,7 @@ def call_of(what):
         ("nothing", "None"),
         ("odd", "?"),
         ("missing", "AttributeError"),
+        ("withdrawn", "it raised CancelledError"),
     ],
 )
 def test_a_tool_that_misbehaves_costs_its_own_call_only(hermes, what, told):
@@ -188,6 +193,40 @@ def test_a_tool_that_misbehaves_costs_its_own_call_only(hermes, what, told):
     t, _ = hermes.hold(call_of(what), "Well.", prompt=hermes.prompt())
     assert told in t.text and t.turns == 2
     assert t.exchange.call_errors == (what not in ("flood", "nothing", "odd"))
+
+
+class Plain(Slow):
+    """The same, but for a plain call."""
+
+    def __call__(self, arguments, context):
+        return getattr(self, arguments["x"])(context)
+
+    def stop(self, context):
+        return next(iter(()))
+
+    def withdrawn(self, context):
+        raise concurrent.futures.CancelledError
+
+    async def later(self, context):
+        await asyncio.sleep(0.01)
+        return f"on the loop of {threading.current_thread().name}"
+
+
+@pytest.mark.parametrize(
+    "what,told",
+    [
+        ("stop", "error: RuntimeError: it raised StopIteration"),
+        ("withdrawn", "error: RuntimeError: it raised CancelledError"),
+        ("later", "on the loop of jppo-tools"),
+        ("leave", "error: RuntimeError: it raised SystemExit"),  # in a coroutine, as the next one
+        ("hang", "error: slow took longer than 0.5 s"),
+    ],
+)
+def test_a_plain_tool_may_raise_anything_and_return_a_coroutine(hermes, what, told):
+    hermes.tools = [Plain()]
+    hermes.limits["timeout_s"] = 0.5 if "longer" in told else 60.0
+    t, _ = hermes.hold(call_of(what), "Well.", prompt=hermes.prompt())
+    assert told in t.text and t.turns == 2 and t.exchange.call_errors == (what != "later")
 
 
 def test_the_row_speaks_to_its_tools_and_the_conversation_remembers(hermes):
@@ -279,6 +318,31 @@ class BadReset(Guess):
     def reset(self, prompt):
         return 3
 
+class Built(Guess):
+    count = 0
+    def __init__(self):
+        Built.count += 1
+        if Built.count > 1:  # the first one is the check at the start
+            self.build()
+
+class SlowlyBuilt(Built):
+    def build(self):
+        import time
+        time.sleep(0.3)
+
+class WronglyBuilt(Built):
+    def build(self):
+        raise SystemExit(3)
+
+class OnceBuilt(User):
+    def __init__(self):
+        assert not hasattr(OnceBuilt, "one")
+        OnceBuilt.one = self
+
+class Leaves:
+    def __init__(self):
+        raise SystemExit(3)
+
 class NoMethod:
     pass
 
@@ -357,8 +421,32 @@ def test_a_partner_that_fails_costs_its_own_response(plain, users, name, fault):
 
 
 @pytest.mark.parametrize(
+    "name,fault",
+    [
+        ("SlowlyBuilt", "__init__ took longer than 0.1 s"),
+        ("WronglyBuilt", "__init__ raised RuntimeError: it raised SystemExit"),
+    ],
+)
+def test_an_environment_that_cannot_be_built_costs_its_own_sample(plain, users, name, fault):
+    plain.begin = make_environment(f"{users}{name}", user_code=plain.user_code, timeout_s=0.1 if "0.1" in fault else 60)
+    t, _ = plain.hold("5", prompt=plain.prompt("12*34="))
+    assert t.exchange.fault == fault
+
+
+def test_one_simulated_user_serves_the_whole_run(plain, users):
+    plain.begin = make_interaction(f"{users}OnceBuilt", user_code=plain.user_code, timeout_s=60)
+    prompt = plain.prompt("What is 12*34?")
+    assert [plain.hold("408", prompt=prompt)[0].exchange.score for _ in range(2)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
     "name,said",
-    [("NoMethod", "has no method 'respond'"), ("Needs", "cannot be created"), ("Nobody", "defines no 'Nobody'")],
+    [
+        ("NoMethod", "has no method 'respond'"),
+        ("Needs", "cannot be created"),
+        ("Leaves", "cannot be created without arguments \\(SystemExit: 3\\)"),
+        ("Nobody", "defines no 'Nobody'"),
+    ],
 )
 def test_a_partner_that_cannot_be_is_one_line(plain, users, name, said):
     with pytest.raises(UserError, match=said) as e:

@@ -173,3 +173,6 @@ def test_branches_are_packed_and_trained_with_their_episode(hermes):
     assert found.sources == ["other", "gsm8k", *["other"] * counts[0], "gsm8k"]
     assert found.greedy.tolist() == [5, 6, *[5] * counts[0], 6]
     assert graded[2].score == 1.0 and graded[-1].unusable == "too late" and graded[-1].earned == ((3, 1.0), (4, 2.0))
+    rewards[1] = Reward(0.0, {}, "no judge")  # scored by reward.score_on_error, so its turns earned nothing
+    found = with_branches(Episodes(prompts, several, rewards, one, one, np.float32([5, 6])), summed.earned)
+    assert (found.rewards[-1].score, found.rewards[-1].earned) == (0.0, ())

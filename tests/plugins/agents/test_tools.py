@@ -102,6 +102,19 @@ def test_yaml_and_python_name_the_same_tools(write, tmp_path):
         ("tools:\n- class_name: '{mine}:Nobody'", "defines no 'Nobody'"),
         ("tools:\n- class_name: python", "rollout.multi_turn.allow_code=True"),
         ("tools:\n- class_name: python\n  config: {{workers: 0}}", "workers=0 at least 1"),
+        (
+            "tools:\n- class_name: calculator\n  tool_schema: {{function: {{name: add, parameters: [a]}}}}",
+            "the tool 'add' has parameters=['a']; it must be an object whose `properties` is an object",
+        ),
+        (
+            "tools:\n- {{class_name: calculator, tool_schema: {{function: {{name: f, parameters: {{properties: [3]}}"
+            " }}}}}}",
+            "the tool 'f' has parameters={'properties': [3]}; it must be an object whose `properties` is an object",
+        ),
+        (
+            "tools:\n- class_name: calculator\n  tool_schema: {{function: {{name: f, parameters: {{required: a}}}}}}",
+            "the tool 'f' has parameters={'required': 'a'}; it must be",
+        ),
         ("tools:\n- class_name: search\n  config: {{path: /none/x.txt}}", "no file /none/x.txt"),
         ("tools:\n- class_name: search\n  config: {{path: x.pdf}}", "must be a .txt, .jsonl"),
     ],
@@ -121,6 +134,18 @@ def test_a_python_file_that_does_not_do_is_one_line(write, tmp_path, name, text)
     with pytest.raises(UserError) as e:
         read_tools(path, allow_code=False)
     assert path in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_program_may_take_no_longer_than_a_call(write):
+    path = write("tools:\n- class_name: python\n  config: {{timeout_s: 6}}")
+    with pytest.raises(UserError, match=r"may take its timeout_s and a start, 11 s; .*tool_timeout_s=10 must be") as e:
+        read_tools(path, allow_code=True, timeout_s=10.0)
+    assert path in str(e.value) and "\n" not in str(e.value)
+    for tool in (
+        *read_tools(path, allow_code=True, timeout_s=11.0),
+        *read_tools(write("tools:\n- class_name: python"), allow_code=True, timeout_s=10.0),  # the defaults
+    ):
+        tool.close()
 
 
 def ask(tool, *calls, user_code, timeout_s=20.0):

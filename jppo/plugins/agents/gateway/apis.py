@@ -25,7 +25,9 @@ def _read_chat(body: Body) -> Request:
     """Reads a request of OpenAI's chat completions."""
     r.refuse_constraint(body, "response_format", ["text"])
     r.unsupported_sampling(body)
-    r.unsupported(body, functions=[], function_call="auto", modalities=["text"], web_search_options=None)
+    r.unsupported(body, functions=[], modalities=["text"], web_search_options=None, echo=False)
+    if body.get("function_call") != "none":
+        r.unsupported(body, function_call="auto")
     r.unsupported(body, continue_final_message=False, add_generation_prompt=True, chat_template_kwargs={})
     if r.optional(body, "top_logprobs", int, 0):
         raise BadRequest("top_logprobs must be 0: only the sampled tokens' log-probs are there; leave it out")

@@ -199,6 +199,8 @@ def unsupported_sampling(body: Body) -> None:
     unsupported(body, frequency_penalty=0, presence_penalty=0, repetition_penalty=1, logit_bias={})
     unsupported(body, min_tokens=0, ignore_eos=False, stop_token_ids=[], use_beam_search=False)
     unsupported(body, structured_outputs={}, guided_json=None, guided_regex=None, guided_choice=None)
+    unsupported(body, guided_grammar=None, structural_tag=None, regex=None, ebnf=None, json_schema=None, grammar=None)
+    unsupported(body, allowed_token_ids=None, bad_words=[], logits_processors=[], no_repeat_ngram_size=0)
 
 
 def require_answerable(request: Request) -> Request:
