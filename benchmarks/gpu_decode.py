@@ -115,9 +115,9 @@ def make_engine(case: Case) -> tuple[InprocessSettings, Programs]:
 
 def slots_shapes(s: InprocessSettings) -> Any:
     """Returns the shapes of rows with the largest cache."""
-    empty, places = inprocess.make_empty(s)
-    whole = jax.eval_shape(lambda slots: inprocess.generate.grow(slots, s.slot_counts[-1]), jax.eval_shape(empty))
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), whole, places)
+    empty, places = inprocess.make_empty(s, s.slot_counts[-1])
+    shapes = jax.eval_shape(empty)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
 
 
 def half_full(s: InprocessSettings) -> Any:
@@ -187,7 +187,9 @@ def prompts_speed(s: InprocessSettings, programs: Programs, model: Any) -> Line:
     filled, slots = programs.prefill(model, prompts, length), programs.empty()
     found: Line = {}
     if len(s.slot_counts) > 1:
-        found["grow_ms"] = 1e3 * seconds_of(lambda: programs.grow(slots, s.slot_counts[-1]))
+        found["grow_ms"] = 1e3 * seconds_of(
+            lambda: [programs.grow((layer,), s.slot_counts[-1], slots.slot) for layer in slots.cache]
+        )
     seconds = []
     for _ in range(4):
         begun = time.perf_counter()

@@ -34,6 +34,7 @@ from jppo.runlog.durable_files import own
 from jppo.runlog.logger import FILE as METRICS
 from jppo.runlog.logger import read_metrics
 from jppo.settings.plan import PlannedRun, check_apart, find_differing, plan
+from jppo.settings.table import TABLE
 
 FILE = "sweep.json"
 
@@ -147,7 +148,8 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-GRACE_S = 30.0  # for a run to end its servers and close its files
+GRACE_S = 30.0  # for a run to close its files, after the time in which it saves
+STOP_TIMEOUT = "trainer.stop_timeout_s"
 POLL_S = 0.2
 PROGRESS_S = 30.0  # between two lines on the steps of a run
 LOG, PROMPT = "train.log", "$ "
@@ -176,11 +178,17 @@ def sweep(
         def ranked_rows() -> list[SweepRow]:
             return rank_rows(list(map(row_of, runs)))
 
+        def write() -> None:
+            content = {"runs": {name: dataclasses.asdict(state) for name, state in states.items()}}
+            try:
+                durable_files.write_text(out / FILE, json.dumps(content, indent=1) + "\n")
+                write_table(out, ranked_rows(), metric)
+            except OSError as e:  # such as a full disk: the next state is written with all others
+                print_line(f"{out / FILE} cannot be written ({e.strerror}); make room there")
+
         def save_state(run: PlannedRun, state: State) -> None:
             states[run.name] = state
-            content = {"runs": {name: dataclasses.asdict(state) for name, state in states.items()}}
-            durable_files.write_text(out / FILE, json.dumps(content, indent=1) + "\n")
-            write_table(out, ranked_rows(), metric)
+            write()
 
         def on_start(run: PlannedRun) -> None:
             print_line(f"{label_of[run.name]}: started, log in {run.folder / LOG}")
@@ -199,7 +207,7 @@ def sweep(
 
         run_all(unfinished, command, jobs=jobs, on_start=on_start, on_end=on_end, on_progress=on_progress)
         table_rows = ranked_rows()
-        write_table(out, table_rows, metric)
+        write()
     print_line(f"\n{markdown(table_rows, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
     if run_folders := [run.folder for run in runs if (run.folder / METRICS).is_file()]:
         print_line(f"report            {write_report(run_folders, out / 'report.html')}")
@@ -238,7 +246,8 @@ def run_all(
             time.sleep(POLL_S if active else 0)
     finally:
         if active:
-            stop(list(active))
+            print_line("the runs end with their checkpoints; a second Ctrl-C does not wait for them")
+            stop(list(active), max(stop_timeout_s(run) for run, _ in active.values()))
         for run, start_time in active.values():
             on_end(run, None, time.monotonic() - start_time)
 
@@ -259,9 +268,15 @@ def start(command: list[str], folder: pathlib.Path) -> subprocess.Popen[bytes]:
         )
 
 
-def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def stop_timeout_s(run: PlannedRun) -> float:
+    """Returns the seconds that a run takes to end at most."""
+    values: dict[str, Any] = {STOP_TIMEOUT: TABLE[STOP_TIMEOUT].default, **run.values}
+    return float(values[STOP_TIMEOUT]) + GRACE_S
+
+
+def stop(processes: Sequence[subprocess.Popen[bytes]], within_s: float) -> None:
     """Ends the runs with their servers; one that takes too long is killed."""
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + within_s
     try:
         for process in processes:
             process.terminate()

@@ -617,6 +617,9 @@ def test_a_micro_batch_that_holds_no_row(config):
     config.data.packing = "segments"
     config.data.max_tokens_per_row = 4096
     assert "data.max_tokens_per_row=4096" in refusal(config, "actor.max_tokens_per_device", 4095)
+    config.data.packing, config.actor.max_tokens_per_device = "buckets", 4096
+    said = "data.max_tokens_per_row=4096 is not read with data.packing='buckets'; leave it at -1"
+    assert refusal(config, "data.max_tokens_per_row", 4096) == said
 
 
 def test_a_prompt_of_one_sample_is_shared_by_none(config, sft_config):

@@ -130,6 +130,10 @@ def test_a_cached_reference_is_the_one_on_the_mesh_and_a_run_that_was_broken_off
     assert [{k: v for k, v in line.items() if k.startswith("dpo/")} for line in again] == plain[0]
     weights = [(tmp_path / run / "hf/model.safetensors").read_bytes() for run in ("broken", "cached")]
     assert weights[0] == weights[1]
+    other = make_config(tmp_path, "broken", **few | {"trainer__total_training_steps": 5})
+    other.model.path, other.model.init = str(tmp_path / "cached/hf"), "pretrained"
+    with pytest.raises(UserError, match=r"model\.path: the checksum of its frozen weights has changed"):
+        train(other)
 
 
 def test_each_half_has_as_many_tokens_as_follow_its_own_prompt(config, monkeypatch):

@@ -1,6 +1,7 @@
 """Memory that XLA does not get: the run ends with one line and a checkpoint."""
 
 import dataclasses
+import json
 import pathlib
 import types
 
@@ -13,6 +14,7 @@ from jppo.learner.trainable import Trainable
 from jppo.preflight import preview
 from jppo.run import out_of_memory
 from jppo.run.out_of_memory import OutOfMemory
+from jppo.settings import changed
 from tests.make import typed
 
 
@@ -57,6 +59,19 @@ def test_on_a_gpu_where_the_run_fits_others_may_hold_its_memory(small_run, monke
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu" if on_cpu else "gpu")
     advice = out_of_memory._advise(typed(small_run), hosts=1)
     assert (advice == "--dry_run estimates that the run fits: end other programs on the device") != on_cpu
+
+
+@pytest.mark.parametrize("chosen", [None, {"model.remat": "dots", "actor.max_tokens_per_device": 64}])
+def test_what_memory_chose_is_reduced(small_run, monkeypatch, chosen):
+    run = pathlib.Path(small_run.trainer.run_dir)
+    run.mkdir(parents=True)
+    if chosen is not None:
+        (run / "auto.json").write_text(json.dumps({"chosen": chosen}))
+    c, seen = changed(typed(small_run), {"model.remat": "auto", "actor.max_tokens_per_device": -1}), []
+    monkeypatch.setattr(preview, "look_up_sizes", lambda c, *_: seen.append(c) or 1 / 0)  # a fault hides no error
+    assert "--config.model.remat=" in out_of_memory._advise(c, hosts=1)
+    (resolved,) = seen
+    assert not resolved.memory_chooses and (chosen is None or resolved.model.remat == "dots")
 
 
 def test_where_nothing_can_be_compiled_the_first_change_is_said(small_run, greedy, monkeypatch):

@@ -207,7 +207,9 @@ print("hello", flush=True)
 if action == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / "deaf").touch()
-if action in ("wait", "deaf"):
+if action == "save":
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), (folder / "saved").touch(), sys.exit(143)))
+if action in ("wait", "deaf", "save"):
     time.sleep(60)
 deadline = time.monotonic() + 60
 while action == "meet" and len(list(folder.parent.glob("*/began"))) < 3:
@@ -279,6 +281,17 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(go, capsys):
     assert "| failed |" in (go.out / "sweep.md").read_text()
 
 
+def test_a_full_disk_ends_no_run(go, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "write_table", full)
+        assert go("ok", "ok")
+    assert "sweep.json cannot be written (No space left on device); make room there" in capsys.readouterr().out
+    assert statuses(go.out) == {"0": "finished", "1": "finished"}
+
+
 def test_a_folder_is_gone_on_with_only_where_that_is_asked_for(go, capsys):
     go("ok", "fail")
     with pytest.raises(UserError, match="is not empty; use --resume to continue"):
@@ -347,13 +360,19 @@ sweep.main(sys.argv[4:])
 
 
 @pytest.mark.parametrize(
-    "number,action,code",
-    [(signal.SIGINT, "wait", 130), (signal.SIGTERM, "deaf", 128 + signal.SIGTERM), (signal.SIGKILL, "wait", -9)],
+    "number,action,stop_s,code",
+    [
+        (signal.SIGINT, "wait", 0.1, 130),
+        (signal.SIGINT, "save", 60, 130),
+        (signal.SIGTERM, "deaf", 0.1, 128 + signal.SIGTERM),
+        (signal.SIGKILL, "wait", 0.1, -9),
+    ],
 )
-def test_a_sweep_that_is_ended_leaves_nothing_behind(asked, tmp_path, number, action, code):
+def test_a_sweep_that_is_ended_leaves_nothing_behind(asked, tmp_path, number, action, stop_s, code):
     asked("for seed in range(3): add(**{'trainer.seed': seed})")
     out = tmp_path / "out"
-    options = [f"--config={tmp_path / 'mine.py'}", f"--out={out}", "--jobs=2"]
+    options = [f"--config={tmp_path / 'mine.py'}", f"--config.trainer.stop_timeout_s={stop_s}"]
+    options += [f"--out={out}", "--jobs=2"]
     process = subprocess.Popen(
         [sys.executable, "-c", CALL, PROGRAM, action, "0.5", *options],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -366,6 +385,7 @@ def test_a_sweep_that_is_ended_leaves_nothing_behind(asked, tmp_path, number, ac
     until(lambda: not alive(str(out)), "the runs have ended")
     if number != signal.SIGKILL:
         assert statuses(out) == {"0": "interrupted", "1": "interrupted", "2": "waiting"}
+    assert len(list(out.glob("*/saved"))) == (2 if action == "save" else 0)
     if number == signal.SIGINT:
         assert "interrupted; the same command with --resume continues" in said
 

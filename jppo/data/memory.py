@@ -208,10 +208,15 @@ class AlgorithmMemory(Memory):
                 f"{self._label}: columns returns {name!r} as {array.dtype} of shape {array.shape}; it must have a"
                 f" number for each of the {count} prompts, shape ({count},)"
             )
+        if not np.isfinite(array).all():
+            raise UserError(f"{self._label}: columns returns {name!r} with values that are not finite; correct it")
         return array.astype(np.float32)
 
     def update(self, text: str, step: StepData | None) -> str:
         """Returns the memory after a step, by the user's `update`; unchanged without one."""
         if self._update is None or step is None:
             return text or self.first
-        return self._to_text("update", self._call("update", self._update, self.read(text), step))
+        memory = self._call("update", self._update, self.read(text), step)
+        if memory is None and self._init is not None:
+            raise UserError(f"{self._label}: update returns None; return the memory for the next step")
+        return self._to_text("update", memory)

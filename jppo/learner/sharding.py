@@ -66,7 +66,9 @@ def mesh_shape(
     sizes = [data, fsdp, tensor, sequence, expert]
     settings = " ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
-        raise UserError(f"{settings}: sizes must be 1 or more, and one of them may be -1; try mesh.data=-1")
+        unset = sorted((size == -1, i) for i, size in enumerate(sizes) if size < 1)  # the last of them may stay open
+        suggestion = " ".join(f"mesh.{AXES[i]}={-1 if (left, i) == unset[-1] else 1}" for left, i in unset)
+        raise UserError(f"{settings}: sizes must be 1 or more, and one of them may be -1; try {suggestion}")
     given_product = int(np.prod([s for s in sizes if s > 0]))
     full_sizes = [devices // given_product if s == -1 else s for s in sizes]
     if int(np.prod(full_sizes)) != devices:

@@ -3,7 +3,6 @@
     prefill(...)    computes the cache of prompts
     place(...)      puts prompts into free rows
     next_tokens(...)    gives every live row its next tokens, one a step, until enough rows are free
-    grow(...)       makes room for longer rows
 
 A token's random key depends on its row's seed and its position alone, not on other rows, on its row or on the time.
 `jppo/rollout/inprocess.py` schedules the rows.
@@ -21,7 +20,7 @@ from jax.sharding import Mesh
 
 from jppo.models import decoder, heads, lora
 from jppo.models.attention import Attend
-from jppo.models.cache import AttendCached, Cache, count_slots, empty_cache, grow_cache, write_prompts
+from jppo.models.cache import AttendCached, Cache, count_slots, empty_cache, write_prompts
 from jppo.models.config import ModelConfig
 from jppo.models.kernels import is_quantized
 from jppo.models.lora import Weights
@@ -165,11 +164,6 @@ def place(
         seed=jnp.where(is_new, seed, slots.seed),
         experts=experts,
     )
-
-
-def grow(slots: Slots, count: int) -> Slots:
-    """Returns the rows with a cache of `count` slots."""
-    return dataclasses.replace(slots, cache=grow_cache(slots.cache, count, slots.slot), slot=jnp.int32(0))
 
 
 def next_tokens(

@@ -50,9 +50,19 @@ class RunInputs:
         return open_mesh(self.c)
 
     @functools.cached_property
+    def chosen(self) -> tuple[Settings, list[str]]:
+        """The settings with those that memory chooses, as a run's start has them, and a line on the choice."""
+        return preview.resolve_auto(
+            self.c, self.mesh, functools.partial(preview.fits, inputs=self.inputs, mesh=self.mesh)
+        )
+
+    @functools.cached_property
     def estimate(self) -> preview.Sizes:
         """The report's lines, the memory estimate, and the budget of each memory."""
-        return preview.size_up(self.c, self.inputs, self.mesh, plugins.load("forecast.account").inspect)
+        c, choice = self.chosen
+        inspect = plugins.load("forecast.account").inspect
+        lines, estimate, budgets = preview.look_up_sizes(c, self.inputs, self.mesh, inspect)
+        return [*lines, *choice], estimate, budgets
 
 
 def doctor(c: Settings, *, server: bool) -> Iterator[Finding]:
@@ -230,7 +240,7 @@ def with_scratch_folder(c: Settings, stack: contextlib.ExitStack) -> tuple[Setti
 
 def check_programs(run: RunInputs, trainer: StepLearner, state: TrainState) -> Finding:
     """Compiles every program of a step and runs it on zeros."""
-    start, programs = time.monotonic(), list_run_programs(run.c, trainer, state)
+    start, programs = time.monotonic(), list_run_programs(run.chosen[0], trainer, state)
     for program in programs:
         program.run()
     accounts = [moment.compiled.work for moment in run.estimate[1].moments]
@@ -258,7 +268,7 @@ def server_checks(run: RunInputs, stack: contextlib.ExitStack) -> list[Check]:
 
     @functools.cache
     def get_learner() -> tuple[StepLearner, TrainState]:
-        return make_learner(c, run.inputs, run.mesh)
+        return make_learner(run.chosen[0], run.inputs, run.mesh)
 
     def check_start() -> Iterator[Finding]:
         begin = time.monotonic()

@@ -5,6 +5,7 @@ account: each program of a step (`learner/programs.py`) is compiled for the larg
 The peak is the largest of a few moments: a gradient, an optimizer step, or a scoring pass.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -18,13 +19,15 @@ from jppo.learner.make import offloaded_parts, optimizer_of
 from jppo.learner.ppo import ModelConfigs
 from jppo.learner.programs import Program, update_programs
 from jppo.models import hf_write, placing
+from jppo.models.cache import LayerCache, count_slots
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.freeze import ALL_LEARN, Frozen
+from jppo.models.generate import Slots
 from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.preflight.programs import Estimate, Inspect, ProgramMemory, account, global_size, size
 from jppo.preflight.servers import server_memory
-from jppo.rollout.inprocess import TURNS, InprocessSettings, empty_fill, make_empty, make_programs, make_rule
+from jppo.rollout import inprocess
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import greedy
 from jppo.run.make import list_run_programs, make_learner, shares_trunk
@@ -189,45 +192,62 @@ def engine_bytes(cfg: ModelConfig, dtype: str) -> int:
 
 
 def engine_programs(c: Settings, mesh: Any, policy: Any) -> list[Program]:
-    """Lists the in-process engine's programs, prefill of the largest prompts and decode, with cache and weights.
+    """Lists the in-process engine's programs at the largest prompts and the largest cache, with what is in memory.
 
-    The policy is in memory beside them; weights and cache exist for these programs alone.
+    The policy is beside them; weights, prompts and cache exist for these programs alone.
     """
     engine = inprocess_settings(c, mesh)
-    programs = make_programs(engine, (0,), steps=TURNS)
+    programs = inprocess.make_programs(engine, (0,), steps=inprocess.TURNS)
     model = _weight_shapes(engine, programs, sharding.own_part(mesh), c.model.param_dtype)
-    slots = _slot_shapes(engine)
-    choice = jax.tree.map(_shape, make_rule(greedy(1)))
+    slots = _slot_shapes(engine, engine.slot_counts[-1])
+    choice = jax.tree.map(_shape, inprocess.make_rule(greedy(1)))
     rows = jax.ShapeDtypeStruct((), "int32")
     prompt_shape = max(engine.prompt_shapes, key=math.prod)
-    prompts, length, *targets = jax.tree.map(_shape, empty_fill(engine.rows, prompt_shape))
+    prompts, length, *targets = jax.tree.map(_shape, inprocess.empty_fill(engine.rows, prompt_shape))
     filled = jax.eval_shape(programs.prefill, model, prompts, length)
+    filled = _sharded(filled, inprocess.shardings_of(engine, filled))
     place_args = slots, filled, targets[0], length, *targets[1:]
     advance = programs.advance_cut if engine.cut else programs.advance
-    with_engine: dict[str, Any] = dict(beside=policy, scratch=(model, slots))
-    return [
-        Program("prefill", "engine", programs.prefill, (model, prompts, length), **with_engine),
-        Program("place prompts", "engine", programs.place, place_args, **with_engine),
-        Program("decode, a token", "engine", advance, (model, slots, choice, rows), **with_engine),
+
+    def program(name: str, function: Any, args: tuple[Any, ...], *there: Any) -> Program:
+        return Program(name, "engine", function, args, beside=policy, scratch=(model, *there))
+
+    listed = [
+        program("prefill", programs.prefill, (model, prompts, length), slots),
+        program("place prompts", programs.place, place_args, slots, filled),
+        program("decode, a token", advance, (model, slots, choice, rows), slots),
     ]
+    for count in engine.slot_counts[-2:-1] if count_slots(slots.cache) else []:
+        args, growing = _last_growth(slots, _slot_shapes(engine, count))
+        listed.append(program("grow the cache", programs.grow, args, growing, filled))
+    return listed
+
+
+def _last_growth(slots: Slots, before: Slots) -> tuple[tuple[Any, ...], Slots]:
+    """Returns the arguments that grow the largest layer's cache, and the rows meanwhile: all others have grown."""
+    sizes = [size(layer) if isinstance(layer, LayerCache) else 0 for layer in slots.cache]
+    i = sizes.index(max(sizes))
+    layers = (*slots.cache[:i], before.cache[i], *slots.cache[i + 1 :])
+    args = (before.cache[i],), count_slots(slots.cache), slots.slot
+    return args, dataclasses.replace(slots, cache=layers)
 
 
 def _shape(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _slot_shapes(s: InprocessSettings) -> Any:
-    """Returns the shapes of the engine's active rows."""
-    empty, shardings = make_empty(s)
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(empty), shardings
-    )
+def _sharded(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, by: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by), shapes, shardings)
 
 
-def _weight_shapes(s: InprocessSettings, programs: Any, mesh: Any, param_dtype: str) -> Any:
+def _slot_shapes(s: inprocess.InprocessSettings, slots: int) -> Any:
+    """Returns the shapes of the engine's active rows with a cache of `slots`."""
+    empty, shardings = inprocess.make_empty(s, slots)
+    return _sharded(jax.eval_shape(empty), shardings)
+
+
+def _weight_shapes(s: inprocess.InprocessSettings, programs: Any, mesh: Any, param_dtype: str) -> Any:
     """Returns the shapes of the engine's weights, sharded by XLA."""
     weights = state.abstract(state.model_weights(s.cfg, mesh, head="lm", param_dtype=param_dtype))
     built = programs.prepare.lower(weights).compile()
-    return jax.tree.map(
-        lambda x, split: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), built.out_info, built.output_shardings
-    )
+    return _sharded(built.out_info, built.output_shardings)

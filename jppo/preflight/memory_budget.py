@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
-from jppo.errors import UserError
+from jppo.errors import UserError, expanded
 from jppo.learner import sharding
 from jppo.preflight import memory
 from jppo.preflight.accelerators import gpus
@@ -32,6 +32,7 @@ SMALLEST = 2048  # tokens per device of the smallest micro-batch tried
 REMATS = ("none", "dots", "attention", "full")  # in order of recomputation
 FEW, MOST = 4096, 32768  # tokens of a device's micro-batch: fewer only if nothing else fits; never more
 CHOSEN = ("model.remat", "actor.max_tokens_per_device")
+CHOICE = "auto.json"  # of the run folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +157,14 @@ def host_room() -> int | None:
     return available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))
 
 
+def fewest_tokens(c: Training) -> int:
+    """Returns the tokens per device of the smallest micro-batch: one of the longest rows, on the devices that share it.
+
+    Where mesh.sequence is the remaining devices, their number is unknown, and the row is counted whole.
+    """
+    return -(-max(c.data.longest_row, c.data.max_tokens_per_row) // max(1, c.mesh.sequence))
+
+
 def remedies(c: Training) -> Iterator[dict[str, Any]]:
     """Yields cumulative changes that need less memory: recomputation, smaller micro-batches, offload."""
     changes: dict[str, Any] = {}
@@ -163,9 +172,8 @@ def remedies(c: Training) -> Iterator[dict[str, Any]]:
         changes["model.remat"] = "full"
         yield dict(changes)
     section = "actor" if isinstance(c, Settings) else "optim"
-    longest = c.data.longest_row
     tokens = settings.value_of(c, f"{section}.max_tokens_per_device")
-    while tokens // 2 >= max(longest, SMALLEST):
+    while tokens // 2 >= max(fewest_tokens(c), SMALLEST):
         tokens //= 2
         changes[f"{section}.max_tokens_per_device"] = tokens
         yield dict(changes)
@@ -183,8 +191,7 @@ def candidates(c: Settings) -> Iterator[dict[str, Any]]:
     remats = REMATS if c.model.remat == "auto" else (c.model.remat,)
     tokens = [c.actor.max_tokens_per_device]
     if tokens == [-1]:
-        longest = max(c.data.longest_row, c.data.max_tokens_per_row)
-        sizes = [longest]
+        sizes = [fewest_tokens(c)]
         while sizes[0] * 2 <= MOST:
             sizes.insert(0, sizes[0] * 2)
         tokens = sizes
@@ -203,6 +210,12 @@ def as_arguments(changes: dict[str, Any]) -> str:
 def first_candidate(c: Settings) -> Settings:
     """Returns the config of the first candidate, for programs without gradients."""
     return settings.changed(c, next(candidates(c)))
+
+
+def read_choice(c: Settings) -> Settings:
+    """Returns the config with the choice that its run folder has; of the first candidate without one."""
+    chosen = durable_files.read_json(expanded(c.trainer.run_dir) / CHOICE).get("chosen")
+    return settings.changed(c, chosen or next(candidates(c)))
 
 
 def first_fitting(c: Settings, fits: Callable[[Settings], bool]) -> dict[str, Any]:
@@ -238,7 +251,7 @@ def settle(
 
     def decide() -> dict[str, Any]:
         """Returns the choice that the run folder has for these conditions, or makes it and writes it there."""
-        path = run / "auto.json"
+        path = run / CHOICE
         saved = durable_files.read_json(path)
         if saved.get("about") == conditions and set(saved.get("chosen") or ()) == set(CHOSEN):
             return dict(saved["chosen"])

@@ -24,7 +24,7 @@ from jppo.errors import UserError
 from jppo.learner import sharding
 from jppo.models import fused, generate, placing
 from jppo.models.attention import Attend
-from jppo.models.cache import AttendCached, LayerCache, count_slots, make_attend_cached
+from jppo.models.cache import AttendCached, Cache, LayerCache, count_slots, grow_cache, make_attend_cached
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import attention_settings
 from jppo.models.generate import Filled, SamplingRule, Slots
@@ -89,7 +89,7 @@ class Programs:
     prepare: Callable[[Weights], Params]
     prefill: Callable[..., Filled]  # (model, prompts, length)
     place: Callable[..., Slots]  # (slots, filled, source, length, until, seed)
-    grow: Callable[[Slots, int], Slots]
+    grow: Callable[..., Cache]  # (cache, count, slot), of one layer
     advance: Callable[..., Slots]  # (model, slots, choice, enough)
     advance_cut: Callable[..., Slots]  # the same with top_p, top_k and min_p
 
@@ -104,16 +104,18 @@ def cached_dtype(mesh: Mesh, dtype: str) -> str:
     return "float32" if sharding.platform(mesh) == "cpu" else dtype
 
 
-def make_empty(s: InprocessSettings) -> tuple[Callable[[], Slots], Any]:
-    """Makes the function that allocates free rows; returns also the shardings of its result."""
+def make_empty(s: InprocessSettings, slots: int) -> tuple[Callable[[], Slots], Any]:
+    """Makes the function that allocates free rows with a cache of `slots`; returns also the shardings of its result."""
     sizes = dict[str, Any](rows=s.rows, length=s.max_model_len, experts=s.experts, kept=s.kept)
-    empty = functools.partial(
-        generate.empty_slots, s.cfg, **sizes, slots=s.slot_counts[0], dtype=cached_dtype(s.mesh, s.dtype)
-    )
+    empty = functools.partial(generate.empty_slots, s.cfg, **sizes, slots=slots, dtype=cached_dtype(s.mesh, s.dtype))
     shapes = jax.eval_shape(empty)
-    shardings: Any = jax.tree.map(lambda _: s.by_row, shapes)
-    whole = NamedSharding(s.mesh, PartitionSpec())
-    return empty, dataclasses.replace(shardings, cache=_cache_shardings(s, shapes.cache), slot=whole)
+    return empty, dataclasses.replace(shardings_of(s, shapes), slot=NamedSharding(s.mesh, PartitionSpec()))
+
+
+def shardings_of(s: InprocessSettings, rows: Any) -> Any:
+    """Returns the shardings of rows or prompts with their cache."""
+    by_row = jax.tree.map(lambda _: s.by_row, rows)
+    return dataclasses.replace(by_row, cache=_cache_shardings(s, rows.cache))
 
 
 def _cache_shardings(s: InprocessSettings, cache: Any) -> Any:
@@ -144,17 +146,15 @@ def choose_attention(s: InprocessSettings) -> tuple[Attend, AttendCached]:
 
 def make_programs(s: InprocessSettings, ends: Sequence[int], *, steps: int) -> Programs:
     """Makes the engine's programs, compiled at their first calls; `steps` is the number of tokens per row and call."""
-    empty, shardings = make_empty(s)  # rows keep their sharding across programs; otherwise XLA would recompile
+    # Rows keep their sharding across programs; otherwise XLA would recompile.
+    empty, shardings = make_empty(s, s.slot_counts[0])
     constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=s.by_row)
     on_mesh: dict[str, Any] = dict(dtype=s.dtype, constrain=constrain, mesh=s.mesh)
     attend, attend_cached = choose_attention(s)
 
     def prefill(model: Params, prompts: Any, length: Any) -> Filled:
         filled = generate.prefill(model, s.cfg, prompts, length, attend=attend, **on_mesh)
-        by_row = jax.tree.map(lambda _: s.by_row, filled)
-        placed: Filled = jax.lax.with_sharding_constraint(
-            filled, dataclasses.replace(by_row, cache=_cache_shardings(s, filled.cache))
-        )
+        placed: Filled = jax.lax.with_sharding_constraint(filled, shardings_of(s, filled))
         return placed
 
     def advance(model: Params, slots: Slots, choice: SamplingRule, enough: Any, *, cut: bool) -> Slots:
@@ -168,7 +168,7 @@ def make_programs(s: InprocessSettings, ends: Sequence[int], *, steps: int) -> P
         prepare=jax.jit(functools.partial(generate.prepare_model, cfg=s.cfg, dtype=s.dtype)),
         prefill=jax.jit(prefill),
         place=in_place(generate.place, donate_argnums=0),
-        grow=in_place(generate.grow, static_argnums=1),
+        grow=jax.jit(grow_cache, static_argnums=1, out_shardings=s.of_cache),
         advance=in_place(functools.partial(advance, cut=False), donate_argnums=1),
         advance_cut=in_place(functools.partial(advance, cut=True), donate_argnums=1),
     )
@@ -210,17 +210,24 @@ class _Batcher:
     def compile(self) -> None:
         """Runs every program on empty rows, so later calls do not compile."""
         s, programs = self.settings, self.programs
+        for shape in s.prompt_shapes:  # one after another: only one shape's prompts are in memory
+            self._place_none(shape)
         slots, choice, rows = programs.empty(), make_rule(greedy(1)), np.int32(s.rows)
-        arguments = [self._fill_arguments([], [], shape) for shape in s.prompt_shapes]
-        filled = [programs.prefill(self.model, prompts, length) for prompts, length, *_ in arguments]
         for count in s.slot_counts:
-            if count > s.slot_counts[0]:
-                slots = programs.grow(slots, count)
-            for prompts, (tokens, length, *targets) in zip(filled, arguments, strict=True):
-                if tokens.shape[1] - 1 <= count:
-                    slots = programs.place(slots, prompts, targets[0], length, *targets[1:])
+            slots = make_room(programs, s, slots, count)
             for advance in (programs.advance, *([programs.advance_cut] if s.cut else [])):
                 slots = advance(self.model, slots, choice, rows)
+        jax.block_until_ready(slots)
+
+    def _place_none(self, shape: tuple[int, int]) -> None:
+        """Prefills prompts of this shape, and places none of them, with every size of the cache that holds them."""
+        s, programs = self.settings, self.programs
+        prompts, length, source, *targets = self._fill_arguments([], [], shape)
+        filled, slots = programs.prefill(self.model, prompts, length), programs.empty()
+        for count in s.slot_counts:
+            if shape[1] - 1 <= count:
+                slots = make_room(programs, s, slots, count)
+                slots = programs.place(slots, filled, source, length, *targets)
         jax.block_until_ready(slots)
 
     async def answer_all(self) -> None:
@@ -332,8 +339,18 @@ def make_room(programs: Programs, s: InprocessSettings, slots: Slots, tokens: in
     """Returns rows whose cache has slots for so many tokens."""
     for count in s.slot_counts[1:]:
         if (count_slots(slots.cache) or tokens) < min(tokens, count):
-            slots = programs.grow(slots, count)
+            slots = _grow(programs, slots, count)
     return slots
+
+
+def _grow(programs: Programs, slots: Slots, count: int) -> Slots:
+    """Returns the rows with a cache of `count` slots; each layer's old one is freed before the next layer grows."""
+    layers = list(slots.cache)
+    for i, layer in enumerate(layers):
+        if isinstance(layer, LayerCache):
+            [layers[i]] = jax.block_until_ready(programs.grow((layer,), count, slots.slot))
+            jax.tree.map(lambda x: x.delete(), layer)
+    return dataclasses.replace(slots, cache=tuple(layers), slot=jax.device_put(np.int32(0), slots.slot.sharding))
 
 
 def empty_fill(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:

@@ -114,10 +114,10 @@ def inprocess_settings(c: Loop, mesh: Mesh) -> InprocessSettings:
         dtype = cached_dtype(mesh, r.dtype)
         rows = min(rows, room // cache.cache_row_bytes(cfg, length=longest, dtype=dtype))
     if rows < row_multiple:
+        within = f", within rollout.kv_cache_memory_bytes={room // (1 if on_cpu else mesh.size)}," if room else ""
         raise UserError(
-            f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest} tokens, within rollout.kv_cache_memory_bytes="
-            f"{room // (1 if on_cpu else mesh.size)}, must be at least {row_multiple}, one for each device that shares"
-            " them; raise what is too low"
+            f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest} tokens{within} must be at least {row_multiple},"
+            " one for each device that shares them; raise what is too low"
         )
     return InprocessSettings(
         cfg=pad_vocab(cfg, tensor_parallel),

@@ -35,5 +35,5 @@ def run_training(
             report = dry_run(c, request)
         print(escaped(report), end="")
         return
-    with ending(c.trainer.run_dir, within_s=c.trainer.stop_timeout_s):
+    with ending(c.trainer.run_dir, within_s=c.trainer.stop_timeout_s, resume_mode=c.trainer.resume_mode):
         train(c)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jppo.errors import RunEnded, UserError
+from jppo.errors import RunEnded
 from jppo.learner.make import make_mesh
 from jppo.runlog.timers import IN_STAGE
 from jppo.settings import Settings, Training
@@ -48,10 +48,12 @@ def _advise(c: Training, hosts: int) -> str:
     from jppo.rollout.make import with_servers
     from jppo.run.inputs import read_inputs
 
+    if isinstance(c, Settings) and c.memory_chooses:
+        c = memory_budget.read_choice(c)
     tries = list(memory_budget.remedies(c))
     if isinstance(c, Settings) and hosts == 1:
         print("out of memory: compiling the run with settings that need less", file=sys.stderr, flush=True)
-        with contextlib.suppress(UserError, jax.errors.JaxRuntimeError, MemoryError):
+        with contextlib.suppress(Exception):  # advice that fails must not hide the error
             inputs, mesh = read_inputs(c), make_mesh(c)
             c = with_servers(c, mesh)
             sizes = preview.look_up_sizes(c, inputs, mesh)

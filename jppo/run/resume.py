@@ -173,9 +173,8 @@ def read_checkpoint(c: Training, checkpoints: Checkpoints, template: Any, identi
     if mode == "auto":
         restored = checkpoints.restore_latest(template, **options)
     else:
-        restored = restore(pathlib.Path(mode), template, **options)
-    if restored is not None:
-        checkpoints.discard_after(restored.step)
+        restored = restore(expanded(mode), template, **options)
+    checkpoints.discard_after(-1 if restored is None else restored.step)
     return restored
 
 
@@ -278,7 +277,7 @@ def require_own(c: Training) -> None:
 def require_resumable(c: Training) -> None:
     """Raises UserError where the checkpoint of trainer.resume_mode is missing."""
     if c.trainer.resume_mode not in ("auto", "disable"):
-        require_checkpoint(pathlib.Path(c.trainer.resume_mode))
+        require_checkpoint(expanded(c.trainer.resume_mode))
 
 
 def require_same_settings(c: Training, checkpoints: Checkpoints, data: dict[str, int]) -> None:
@@ -286,7 +285,7 @@ def require_same_settings(c: Training, checkpoints: Checkpoints, data: dict[str,
     mode, last_step = c.trainer.resume_mode, checkpoints.latest()
     if mode == "disable" or (mode == "auto" and last_step is None):
         return
-    path = expanded(c.trainer.run_dir) / f"checkpoints/{last_step}" if mode == "auto" else pathlib.Path(mode)
+    path = expanded(c.trainer.run_dir) / f"checkpoints/{last_step}" if mode == "auto" else expanded(mode)
     if mode == "auto":
         require_own(c)
     about, current = durable_files.read_json(path / "about/metadata"), json.loads(json.dumps(table.by_name(c)))

@@ -162,6 +162,8 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
             scaled = c.model.scales_loss
             trainable, opt = make_trainable(c.optim, task.name, task.loss, trained, task.steps, scaled=scaled)
             frozen = {} if trained.base is None else {"model.path": trained.base.params}
+            if objective.begin is not None:  # its reference is the initial model
+                frozen.setdefault("model.path", trained.learned)
             origin = run_identity(c, task.mesh, data=data, frozen=frozen)
             timer.part("the first pass")
             if objective.begin is not None:

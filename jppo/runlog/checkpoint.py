@@ -163,6 +163,8 @@ class Checkpoints:
         if later_steps and jax.process_index() == 0:
             print(f"checkpoints {later_steps} of an earlier run in {self._directory} are removed", flush=True)
             self._remove(later_steps)
+        if self.best() is None and jax.process_index() == 0 and not self._read_only:
+            (self._directory / BEST).unlink(missing_ok=True)  # of a checkpoint that is gone
 
     def wait(self) -> None:
         """Waits until the last save is on disk or has failed; then removes surplus checkpoints."""

@@ -135,19 +135,23 @@ class Watch:
 
     def _report_stuck(self, stage: str, seconds: float) -> None:
         """Writes the stacks of all threads to a file, and prints that the stage is stuck."""
-        self._stacks.parent.mkdir(parents=True, exist_ok=True)
-        with self._stacks.open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: stage {stage} for {seconds:.0f} s\n")
-            file.flush()
-            faulthandler.dump_traceback(file)
+        where = f"are in {self._stacks}"
+        try:
+            self._stacks.parent.mkdir(parents=True, exist_ok=True)
+            with self._stacks.open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: stage {stage} for {seconds:.0f} s\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
+        except OSError as e:  # a full disk must not end this thread
+            where = f"cannot be written to {self._stacks} ({e.strerror})"
         _print_error(
             f"stage {stage} has not ended for {seconds:.0f} s, trainer.stage_timeout_s={self._stage_timeout_s:g}; the"
-            f" stacks of all threads are in {self._stacks}; the run ends with a checkpoint"
+            f" stacks of all threads {where}; the run ends with a checkpoint"
         )
 
 
 @contextlib.contextmanager
-def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
+def ending(run_dir: str, *, within_s: float, resume_mode: str) -> Iterator[None]:
     """Ends a command: errors and stops that are expected become one line and their exit code.
 
     | raised                               | exit code              | checkpoint of the last complete state |
@@ -170,7 +174,8 @@ def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
     """
 
     def resumes() -> str:
-        return f"the same command continues; {last_remains(expanded(run_dir) / 'checkpoints')}"
+        mode = "" if resume_mode == "auto" else " with trainer.resume_mode=auto"  # another begins where it did
+        return f"the same command{mode} continues; {last_remains(expanded(run_dir) / 'checkpoints')}"
 
     try:
         yield

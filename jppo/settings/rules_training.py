@@ -299,11 +299,14 @@ def _row_rules(config: Common) -> Iterator[str]:
     section = "actor" if isinstance(config, Loop) else "optim"
     micro, longest, row = f"{section}.max_tokens_per_device", config.data.longest_row, config.data.max_tokens_per_row
     tokens = value_of(config, micro)
-    if section == "optim" and config.model.remat == "auto":
-        yield (
-            "model.remat='auto' is decided by jppo.train alone; set none, dots, attention or full: the dry run says"
-            " what fits"
-        )
+    if not isinstance(config, Settings):
+        alone = "is decided by jppo.train alone"
+        if config.model.remat == "auto":
+            yield f"model.remat='auto' {alone}; set none, dots, attention or full: the dry run says what fits"
+        if tokens == -1 and section == "actor":
+            yield f"{micro}=-1 {alone}; give the tokens that a device computes at a time, {longest} or more"
+    if row != -1 and config.data.packing in ("buckets", "none"):
+        yield f"data.max_tokens_per_row={row} is not read with data.packing={config.data.packing!r}; leave it at -1"
     if row != -1 and row < longest:
         yield _too_short("data.max_tokens_per_row", row, longest, 1)
     if tokens == -1 and section == "actor":

@@ -97,6 +97,14 @@ def test_a_memory_without_init_begins_as_none():
     assert cursor.curriculum == "5" and remembered(Cursor(), made, None).curriculum == "null"
 
 
+def test_a_memory_that_is_not_returned_and_columns_that_are_not_finite_are_errors():
+    forgetful = memory(init=lambda prompts: [0], update=lambda memory, step: memory.append(step))
+    with pytest.raises(UserError, match=r"update returns None; return the memory for the next step"):
+        remembered(Cursor(), forgetful, 2)
+    with pytest.raises(UserError, match=r"columns returns 'v' with values that are not finite; correct it"):
+        memory(columns=lambda memory, places: {"v": places * np.inf}).columns("", np.array([1, 2]), ["v"])
+
+
 def test_an_error_of_a_function_is_one_line():
     def choose(memory, rng, n):
         raise ValueError("first\nsecond")

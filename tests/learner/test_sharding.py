@@ -1,5 +1,7 @@
 """The mesh and where things lie on it."""
 
+import math
+import re
 from types import SimpleNamespace
 
 import jax
@@ -46,11 +48,19 @@ def test_a_mesh_that_does_not_fit_is_said(asked):
         ((1, 4, 4, 1), "mesh.data=1 mesh.fsdp=2 mesh.tensor=4 mesh.sequence=1 mesh.expert=1"),
         ((3, 1, 2, 1), "mesh.data=4 mesh.fsdp=1 mesh.tensor=2 mesh.sequence=1 mesh.expert=1"),
         ((1, 3, 3, 1), "mesh.data=-1 and 1 for the other axes"),
+        ((-1, -1, 1, 1), "mesh.data=1 mesh.fsdp=-1"),
+        ((-1, 2, -1, 1), "mesh.data=1 mesh.tensor=-1"),
+        ((-1, 1, 1, 0), "mesh.sequence=1 mesh.data=-1"),
+        ((0, 2, 1, 1), "mesh.data=-1"),
     ],
 )
 def test_a_mesh_that_does_not_fit_names_one_that_does(asked, fitting):
     with pytest.raises(UserError, match=f"try {fitting}$"):
         sharding.mesh_shape(8, **dict(zip(sharding.AXES, asked, strict=False)))
+    others = (1, 1, 1, 1) if "other axes" in fitting else asked
+    sizes = dict(zip(sharding.AXES, others, strict=False))
+    named = {axis: int(size) for axis, size in re.findall(r"mesh\.(\w+)=(-?\d+)", fitting)}
+    assert math.prod(sharding.mesh_shape(8, **sizes | named)) == 8
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1, 1), (3, 1, 1, 1)])

@@ -42,6 +42,24 @@ def test_changes_come_in_order_and_add_up():
     )
 
 
+@pytest.mark.parametrize(
+    "sequence, row, fewest",
+    [(1, -1, 32768), (4, -1, 8192), (3, -1, 10923), (4, 65536, 16384), (-1, -1, 32768)],
+)
+def test_devices_that_share_a_row_each_have_a_part_of_it(sequence, row, fewest):
+    """The fewest tokens that are tried are the fewest that the rules allow."""
+    c = with_paths(settings.default())
+    c.mesh.sequence, c.data.max_tokens_per_row, c.actor.max_tokens_per_device = sequence, row, 2**18
+    c.data.packing, c.data.max_prompt_length, c.data.max_response_length = "segments", 2048, 30720
+    proposed = [changes.get("actor.max_tokens_per_device", 2**18) for changes in memory_budget.remedies(typed(c))]
+    assert fewest <= proposed[-1] < 2 * fewest
+    assert min(tokens for _, tokens in pairs(asking(c))) == fewest
+    settings.check(settings.changed(typed(c), {"actor.max_tokens_per_device": fewest}))
+    if sequence > 0:
+        with pytest.raises(UserError, match=r"actor\.max_tokens_per_device"):
+            settings.check(settings.changed(typed(c), {"actor.max_tokens_per_device": fewest - 1}))
+
+
 def asking(config, remat="auto", tokens=-1):
     return settings.changed(typed(config), {"model.remat": remat, "actor.max_tokens_per_device": tokens})
 
@@ -60,9 +78,7 @@ def test_candidates_recompute_as_little_as_can_be_with_large_micro_batches_first
 
 
 def test_the_first_that_fits_is_chosen_and_none_is_an_error():
-    config, tried = settings.default(), []
-    config.model.path, config.data.train_files, config.data.val_files = "m", "d.parquet", "d.parquet"
-    c = asking(config)
+    tried, c = [], asking(with_paths(settings.default()))
 
     def fits(other):
         tried.append((other.model.remat, other.actor.max_tokens_per_device))
@@ -120,11 +136,14 @@ def test_a_file_that_cannot_be_written_is_said(tmp_path):
         DryRun(json=str(tmp_path)).write({})
 
 
-@pytest.fixture
-def config_of_a_run():
-    c = settings.default()
+def with_paths(c):
     c.model.path, c.data.train_files, c.data.val_files = "m", "d.parquet", "d.parquet"
     return c
+
+
+@pytest.fixture
+def config_of_a_run():
+    return with_paths(settings.default())
 
 
 def test_a_run_takes_what_fits_records_it_and_a_resumed_one_keeps_it(small_run, quick_compilation, monkeypatch, capsys):

@@ -58,6 +58,12 @@ def test_a_small_run_is_fit_and_its_folder_is_left_alone(small_run, quick_compil
     assert not (tmp_path / "run").exists()
 
 
+def test_programs_are_those_that_memory_chooses(small_run, unmeasured, quick_compilation):
+    small_run.model.remat, small_run.actor.max_tokens_per_device = "auto", -1
+    found = {one.about: one for one in all_of(small_run, server=True)}
+    assert {found[about].verdict for about in ("log-probs", "programs")} == {"OK"}, found
+
+
 def test_a_program_that_fails_where_it_runs_fails_the_doctor(small_run, unmeasured, quick_compilation, monkeypatch):
     """Such as a kernel's backward pass on a GPU, which the comparison of log-probs does not run."""
 

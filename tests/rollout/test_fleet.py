@@ -181,6 +181,13 @@ def test_a_server_that_breaks_in_its_sleep_is_awake_when_it_is_back(made, fakes)
     assert asked(fakes[0], SLEEP) == [SLEEP[0]] and asked(fakes[1], SLEEP) == list(SLEEP)
 
 
+def test_a_limit_of_the_rate_of_requests_breaks_no_server(made, fakes):
+    sampler = made()
+    fakes[0].answers["/health"] = (429, None)
+    until(lambda: len(asked(fakes[0], ["/health"])) > 3)
+    assert sampler.members[0].up and sampler.restarts == 0
+
+
 def test_a_refusal_by_one_worker_of_several_counts(made, fakes):
     sampler = made(1)
     results = [{"ok": True, "error": None}, {"ok": False, "error": "w missing"}]

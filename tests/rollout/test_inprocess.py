@@ -493,8 +493,8 @@ def test_the_cache_grows_with_its_rows(monkeypatch):
     sampler = engine_of(cfg, mesh, rows=4)
     assert sampler.settings.slot_counts == [10, 20]
     sampler.hold(values, version=7)
-    grown, grow = [], sampler._programs.grow
-    object.__setattr__(sampler._programs, "grow", lambda slots, count: grown.append(count) or grow(slots, count))
+    grown, grow = [], inprocess._grow
+    monkeypatch.setattr(inprocess, "_grow", lambda *args: grown.append(args[-1]) or grow(*args))
     short = dataclasses.replace(ask(1)[0], ids=ask(1)[0].ids[:2])
     alone, together = [short], [short, *ask(9)]
     for prompts, max_tokens, sizes in ((alone, 3, []), (alone, 9, []), (alone, 12, [20]), (together, 12, [20])):

@@ -221,6 +221,18 @@ def test_the_best_is_kept_beside_the_last_ones(tmp_path):
         assert checkpoints.best() is None
 
 
+@pytest.mark.parametrize("resumed", [-1, 10])
+def test_a_best_checkpoint_that_is_removed_is_compared_with_no_later_run(tmp_path, resumed):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(20, state(20), {}, score=("val/score", 0.6))
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.discard_after(resumed)
+        for step, value in ((20, 0.4), (30, 0.5)):
+            checkpoints.save(step, state(step), {}, score=("val/score", value))
+        checkpoints.wait()
+        assert checkpoints.best() == {"step": 30, "metric": "val/score", "value": 0.5} and checkpoints.steps() == [30]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "x"}'])
 def test_a_cut_note_of_the_best_is_as_none(tmp_path, text):
     (tmp_path / "best.json").write_text(text)

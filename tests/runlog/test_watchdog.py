@@ -215,6 +215,12 @@ def test_the_second_interrupt_waits_for_nothing(tmp_path):
     assert "KeyboardInterrupt" in err and process.returncode != 0
 
 
+def test_a_stage_that_hangs_is_ended_on_a_full_disk(tmp_path):
+    (tmp_path / "stacks.txt").symlink_to("/dev/full")
+    out, err = start(tmp_path, 'hang("gen")', stage_s=0.5).communicate(timeout=120)
+    assert out == "in gen\nsaved, stuck in stage gen\n" and "cannot be written to" in err and "No space left" in err
+
+
 def test_a_stage_that_hangs_is_named_and_ended(tmp_path):
     process = start(tmp_path, 'hang("gen")', stage_s=0.5)
     out, err = process.communicate(timeout=120)

@@ -71,7 +71,7 @@ def require_room(c: C, machine: Machine, estimated: Estimate, estimate: Callable
             raise UserError(f"{machine.name}: {problem}; {arguments} fits: {tried.peak / GIB:.1f} GiB")
     raise UserError(
         f"{machine.name}: {problem}; neither model.remat=full, smaller micro-batches nor offload is enough: take more"
-        " devices with mesh.fsdp=-1, or model.lora_rank"
+        " devices with mesh.data=1 mesh.fsdp=-1, or model.lora_rank"
     )
 
 

@@ -122,7 +122,7 @@ def rerun_if_absent(machine: Machine, command: str, argv: Sequence[str]) -> None
         log = "; its log is in /tmp/tpu_logs" if machine.chip.platform == "tpu" else ""
         raise UserError(
             f"--machine={machine.name}: XLA's compiler crashed ({signal.Signals(-code).name}); try another mesh, such"
-            f" as mesh.fsdp=-1, or another number of devices{log}"
+            f" as mesh.data=1 mesh.fsdp=-1, or another number of devices{log}"
         )
     sys.exit(code)
 

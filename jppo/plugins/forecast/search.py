@@ -142,8 +142,8 @@ def other_remats(c: Settings) -> list[dict[str, Any]]:
 
 def other_tokens(c: Settings) -> list[dict[str, Any]]:
     """Returns other micro-batch sizes to try: twice and half the tokens per device, if a row fits."""
-    tokens = c.actor.max_tokens_per_device
-    return [{"actor.max_tokens_per_device": n} for n in (tokens * 2, tokens // 2) if n >= c.data.longest_row]
+    tokens, fewest = c.actor.max_tokens_per_device, memory_budget.fewest_tokens(c)
+    return [{"actor.max_tokens_per_device": n} for n in (tokens * 2, tokens // 2) if n >= fewest]
 
 
 def other_packings(c: Settings) -> list[dict[str, Any]]:

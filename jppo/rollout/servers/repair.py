@@ -18,7 +18,7 @@ from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.api import ServerApi
 from jppo.rollout.servers.delivery import ServedWeights, WeightsGone
-from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.servers.endpoint import Busy, Endpoint, ServerFault
 from jppo.rollout.servers.guard import TOKEN
 from jppo.rollout.servers.member import Member, Router, ServerSettings, State
 
@@ -94,6 +94,8 @@ class Repairs:
             if member.server is not None and not member.server.alive():
                 raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.excerpt()}")
             await endpoint.with_timeout(self._settings.health_timeout_s).check_async("/health")
+        except Busy:
+            return
         except ServerFault as e:
             self.report_failure(member, e, broken=True)
         except Exception as e:  # as in `_repair`

@@ -107,7 +107,7 @@ def _require_steps(c: Loop) -> None:
     """Raises UserError for a schedule over all steps, whose number is not given."""
     for name, section in settings.optimizers(c).items():
         by_ratio = section.lr_warmup_steps == -1 and section.lr_warmup_steps_ratio > 0
-        if (section.lr_scheduler_type == "cosine" or by_ratio) and c.trainer.total_training_steps == -1:
+        if (section.lr_scheduler_type != "constant" or by_ratio) and c.trainer.total_training_steps == -1:
             raise UserError(
                 f"{name}.lr_scheduler_type={section.lr_scheduler_type!r} needs the number of steps; give"
                 " trainer=dict(total_training_steps=N)"

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from jppo.data.tokenizer import check_stop_texts, end_token_ids
-from jppo.errors import UserError
+from jppo.errors import UserError, expanded
 from jppo.learner import make, ppo, sharding
 from jppo.learner.auto_packing import with_packing
 from jppo.learner.batch import Micro
@@ -134,6 +134,7 @@ class Model:
         tokenised = make_prompts(c, self._parts.tokenizer, prompts, self.vocab_size)
         sampling |= {} if n is None else {"n": n}
         require_sampling(sampling, limits={}, vocabulary=self.vocab_size)
+        sampling = {name: value.item() if isinstance(value, np.generic) else value for name, value in sampling.items()}
         options = dataclasses.replace(step_sampling(c, self.step, self._sampled), **sampling)
         if weights is not None and engine.weights_owner is not weights:
             engine.publish(weights, weights.state)
@@ -344,7 +345,7 @@ class Model:
             )
         step = self.step + self._stepped  # weights that were stepped and not published are of the next step
         now = dataclasses.replace(self.state, step=scalar(step, self._now.step))
-        return save_state(self._parts.c, self._parts.learner, pathlib.Path(folder), now)
+        return save_state(self._parts.c, self._parts.learner, expanded(folder), now)
 
     def load(self, folder: str | pathlib.Path, *, optimizer: bool = True) -> int:
         """Reads the last checkpoint of a folder, or one, also of jppo.train; returns its step. Then `publish`.
@@ -353,7 +354,7 @@ class Model:
         """
         self._require_open()
         self.discard()
-        learner, path = self._parts.learner, pathlib.Path(folder)
+        learner, path = self._parts.learner, expanded(folder)
         loaded = load_state(self._parts.c, self._parts.inputs, learner, path, self.state, optimizer=optimizer)
         self.policy.params, self.policy.opt = loaded.policy, loaded.policy_opt
         if self.critic is not None:

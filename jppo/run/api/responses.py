@@ -92,7 +92,10 @@ class Responses:
             out = np.zeros(shape, np.float32)
             out[inside] = np.concatenate([np.asarray(row, np.float32) for row in x])
             return out
-        array = np.asarray(x, np.float32)
+        try:
+            array = np.asarray(x, np.float32)
+        except (TypeError, ValueError) as e:
+            raise UserError(f"{name} is no array of numbers ({e}); give [{len(self)}] or {list(shape)}") from e
         if array.shape == (len(self),):
             array = np.broadcast_to(array[:, None], shape)
         if array.shape != shape:

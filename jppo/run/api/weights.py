@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -28,8 +29,6 @@ from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import restore
 from jppo.settings import Loop, Optimizer
 from jppo.types import Array, Params, TrainState
-
-KEPT = 2  # checkpoints of a folder, the last ones
 
 
 class TrainedWeights:
@@ -135,13 +134,7 @@ def save_state(c: Loop, learner: Learner, folder: pathlib.Path, now: TrainState)
     meta = run_identity(c, learner.mesh, data={}, frozen=frozen_weights(learner))
     step = int(now.step)
     path = folder / "checkpoints" / str(step)
-    with Checkpoints(folder / "checkpoints", keep=KEPT) as checkpoints:
-        later = [other for other in checkpoints.steps() if other > step]
-        if len(later) >= KEPT:
-            raise UserError(
-                f"{folder} has checkpoints of later steps, {later}, and the last {KEPT} stay: the"
-                f" one of step {step} would be removed at once; save it in another folder"
-            )
+    with Checkpoints(folder / "checkpoints", keep=sys.maxsize) as checkpoints:
         before = path.stat().st_mtime_ns if path.is_dir() else None
         checkpoints.save(step, state.remove_padding(now, learner.spare()), meta)
         checkpoints.wait()

@@ -79,7 +79,7 @@ def test_the_memory_that_lacks_most_is_named():
 
 def test_where_no_change_is_enough_that_is_said_too():
     c = settings.default()
-    said = r"actor gradient is refused by the compiler: too large; neither .* take more devices with mesh\.fsdp=-1"
+    said = r"refused by the compiler: too large; neither .* take more devices with mesh\.data=1 mesh\.fsdp=-1"
     with pytest.raises(UserError, match=said):
         budgets.require_room(
             typed(c), machines.parse_machine("v5e-4"), estimate_of(0, "too large"), lambda _: estimate_of(1e12)

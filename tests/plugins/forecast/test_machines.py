@@ -237,7 +237,8 @@ def test_a_compiler_is_asked_for_the_slices_of_the_machine(monkeypatch, name, to
 def test_a_compiler_that_crashes_is_tried_again_and_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "crashes.py").write_text("import os; os.abort()")
     monkeypatch.setattr(compilers, "require_compiler", lambda machine: os.environ | {"PYTHONPATH": str(tmp_path)})
-    with pytest.raises(UserError, match=r"--machine=v5p-8: XLA's compiler crashed \(SIGABRT\); try another mesh"):
+    said = r"--machine=v5p-8: XLA's compiler crashed \(SIGABRT\); try another mesh, such as mesh\.data=1 mesh\.fsdp=-1,"
+    with pytest.raises(UserError, match=said):
         compilers.rerun_if_absent(machines.parse_machine("v5p-8"), "crashes", [])
     (tmp_path / "crashes.py").write_text("import os; os.environ.get('JAX_EXEC_TIME_OPTIMIZATION_EFFORT') or os.abort()")
     with pytest.raises(SystemExit, match="0"):  # the second try, with all of its search

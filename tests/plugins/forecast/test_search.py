@@ -138,6 +138,12 @@ def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, 
     assert e.value.code == 2 and "--machine is not given" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("sequence, sizes", [(1, [16384]), (2, [16384, 4096])])
+def test_fewer_tokens_are_tried_if_the_devices_that_share_a_row_hold_it(config, sequence, sizes):
+    config.mesh.sequence, config.actor.max_tokens_per_device = sequence, 8192  # and rows of as many
+    assert search.other_tokens(typed(config)) == [{"actor.max_tokens_per_device": n} for n in sizes]
+
+
 def test_every_other_way_to_recompute_is_tried(config):
     config.model.remat = "dots"
     assert [changes["model.remat"] for changes in search.other_remats(typed(config))] == [
