@@ -27,6 +27,7 @@ PACKAGES = {
     "tpu": ("libtpu",),
 }
 _EFFORT = "JAX_EXEC_TIME_OPTIMIZATION_EFFORT"  # JAX's; the TPU's compiler is known to crash at -1
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGTRAP, -signal.SIGILL)  # exit codes of a failed check in XLA
 PLATFORM_VARIABLE = "JPPO_COMPILES_FOR"  # environment variable of such a process: its platform
 
 
@@ -109,7 +110,7 @@ def rerun_if_absent(machine: Machine, command: str, argv: Sequence[str]) -> None
         return
     env = require_compiler(machine)
     code = subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode
-    if code in (-signal.SIGABRT, -signal.SIGSEGV) and machine.chip.platform == "tpu" and _EFFORT not in env:
+    if code in _CRASHES and machine.chip.platform == "tpu" and _EFFORT not in env:
         print("the compiler crashed; trying again with its whole search for fast code, in more time", file=sys.stderr)
         env = env | {_EFFORT: "0.0"}
         code = subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode

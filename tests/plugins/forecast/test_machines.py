@@ -234,13 +234,16 @@ def test_a_compiler_is_asked_for_the_slices_of_the_machine(monkeypatch, name, to
     assert changed == {"jax_enable_compilation_cache": False} | low
 
 
-def test_a_compiler_that_crashes_is_tried_again_and_is_one_line(tmp_path, monkeypatch):
-    (tmp_path / "crashes.py").write_text("import os; os.abort()")
+@pytest.mark.parametrize("crash", ["SIGABRT", "SIGTRAP"])
+def test_a_compiler_that_crashes_is_tried_again_and_is_one_line(tmp_path, monkeypatch, crash):
+    end = f"os.kill(os.getpid(), signal.{crash})"
+    (tmp_path / "crashes.py").write_text(f"import os, signal; {end}")
     monkeypatch.setattr(compilers, "require_compiler", lambda machine: os.environ | {"PYTHONPATH": str(tmp_path)})
-    said = r"--machine=v5p-8: XLA's compiler crashed \(SIGABRT\); try another mesh, such as mesh\.data=1 mesh\.fsdp=-1,"
+    said = r"--machine=v5p-8: XLA's compiler crashed \(\w+\); try another mesh, such as mesh\.data=1 mesh\.fsdp=-1,"
     with pytest.raises(UserError, match=said):
         compilers.rerun_if_absent(machines.parse_machine("v5p-8"), "crashes", [])
-    (tmp_path / "crashes.py").write_text("import os; os.environ.get('JAX_EXEC_TIME_OPTIMIZATION_EFFORT') or os.abort()")
+    again = "os.environ.get('JAX_EXEC_TIME_OPTIMIZATION_EFFORT')"
+    (tmp_path / "crashes.py").write_text(f"import os, signal; {again} or {end}")
     with pytest.raises(SystemExit, match="0"):  # the second try, with all of its search
         compilers.rerun_if_absent(machines.parse_machine("v5p-8"), "crashes", [])
     (tmp_path / "crashes.py").write_text("import os; os.kill(os.getpid(), 9)")
