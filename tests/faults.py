@@ -368,6 +368,7 @@ def full_disk(lab: Lab) -> Iterator[Row]:
         return
     try:
         run, filler = disk / "run", disk / "filler"
+        filler.touch()  # now: a checkpoint that is being written may leave no room for a name
         process = start(lab.settings, run)
         wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
         with filler.open("wb") as file, contextlib.suppress(OSError):  # until the disk is full
