@@ -341,7 +341,7 @@ def _make_settings(choices: Sequence[Proposal]) -> Settings:
 
 
 def note_unread(rows: Sequence[Row], choices: Sequence[Proposal]) -> Iterator[str]:
-    """Yields what of the rows is not used as their author may think."""
+    """Yields notes on answers in the prompts and on columns that neither policy nor reward reads."""
     proposals = {proposal.name: proposal for proposal in choices}
     names = ("data.prompt_key", "data.ground_truth_key")
     key, truth = (str(proposals[name].value) if name in proposals else "" for name in names)

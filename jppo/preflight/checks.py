@@ -52,17 +52,12 @@ class RunInputs:
     @functools.cached_property
     def chosen(self) -> tuple[Settings, list[str]]:
         """The settings with those that memory chooses, as a run's start has them, and a line on the choice."""
-        return preview.resolve_auto(
-            self.c, self.mesh, functools.partial(preview.fits, inputs=self.inputs, mesh=self.mesh)
-        )
+        return preview.choose(self.c, self.inputs, self.mesh)
 
     @functools.cached_property
     def estimate(self) -> preview.Sizes:
         """The report's lines, the memory estimate, and the budget of each memory."""
-        c, choice = self.chosen
-        inspect = plugins.load("forecast.account").inspect
-        lines, estimate, budgets = preview.look_up_sizes(c, self.inputs, self.mesh, inspect)
-        return [*lines, *choice], estimate, budgets
+        return preview.size_up(self.chosen, self.inputs, self.mesh, plugins.load("forecast.account").inspect)
 
 
 def doctor(c: Settings, *, server: bool) -> Iterator[Finding]:

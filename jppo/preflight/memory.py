@@ -192,7 +192,7 @@ def engine_bytes(cfg: ModelConfig, dtype: str) -> int:
 
 
 def engine_programs(c: Settings, mesh: Any, policy: Any) -> list[Program]:
-    """Lists the in-process engine's programs at the largest prompts and the largest cache, with what is in memory.
+    """Lists the in-process engine's programs at the largest prompts and the largest cache, with the arrays in memory.
 
     The policy is beside them; weights, prompts and cache exist for these programs alone.
     """

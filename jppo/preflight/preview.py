@@ -106,9 +106,14 @@ def resolve_auto(c: Settings, mesh: Any, fits: Callable[[Settings], bool]) -> tu
     return settings.changed(c, changes), [f"chosen by memory {choice}"]
 
 
-def size_up(c: Settings, inputs: Inputs, mesh: Any, inspect: Inspect | None = None) -> Sizes:
-    """Returns a PPO run's sizes as lines, its memory and this machine's budgets, after resolving `auto` settings."""
-    c, choice = resolve_auto(c, mesh, functools.partial(fits, inputs=inputs, mesh=mesh))
+def choose(c: Settings, inputs: Inputs, mesh: Any) -> tuple[Settings, list[str]]:
+    """Resolves `auto` settings to the first that fit this machine, as `resolve_auto`."""
+    return resolve_auto(c, mesh, functools.partial(fits, inputs=inputs, mesh=mesh))
+
+
+def size_up(chosen: tuple[Settings, list[str]], inputs: Inputs, mesh: Any, inspect: Inspect | None = None) -> Sizes:
+    """Returns the sizes of a PPO run as lines, its memory and this machine's budgets; `chosen` is of `choose`."""
+    c, choice = chosen
     lines, estimate, budgets = look_up_sizes(c, inputs, mesh, inspect)
     return [*lines, *choice], estimate, budgets
 

@@ -176,7 +176,7 @@ def _kinds(schema: Any) -> list[Any]:
 
 
 def _convert(value: str, kinds: list[Any]) -> Any:
-    """Parses a parameter's text by its types; what may be text stays as it is."""
+    """Parses a parameter's text by its types; it stays text if one of them is."""
     if "string" in kinds:
         return value
     try:

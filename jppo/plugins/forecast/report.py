@@ -39,7 +39,7 @@ def preview_run(c: Settings, request: DryRun = HERE) -> str:
     inputs = read_inputs(c, weights=request.machine is None)
     mesh = request.mesh(c)
     if request.machine is None:
-        return report_here(request, *preview.size_up(c, inputs, mesh, inspect))
+        return report_here(request, *preview.size_up(preview.choose(c, inputs, mesh), inputs, mesh, inspect))
     machine = request.machine
 
     def estimate_other(other: Settings) -> Estimate:
