@@ -76,7 +76,7 @@ def test_the_page_on_lora_leads_from_a_config_to_adapters_and_a_whole_model(mode
     monkeypatch.chdir(tmp_path)
     make.write_lines(pathlib.Path("train.jsonl"), [{"prompt": name} for name in ("One", "Two", "Six", "Ten")])
     pathlib.Path("reward.py").write_text(block("README.md", "# reward.py", "python"))
-    init.main(["train.jsonl", "--model", str(model), "--reward", "reward.py", "--algorithm", "grpo"])
+    init.main(["train.jsonl", "--model", str(model), "--reward", "reward.py"])
     lines = [line.partition("#")[0].split()[1:] for line in block("docs/lora.md", "jppo train").splitlines()]
     assert [line[0] for line in lines] == ["train", "evaluate", "export", "export"]
     small = ["rollout.name=inprocess", "data.max_response_length=8", "trainer.total_training_steps=1"]
@@ -85,9 +85,9 @@ def test_the_page_on_lora_leads_from_a_config_to_adapters_and_a_whole_model(mode
         export.main(line[1:])
     adapter, merged = json.loads(pathlib.Path("adapter/adapter_config.json").read_text()), pathlib.Path("merged")
     assert (adapter["r"], adapter["lora_alpha"]) == (32, 32) and (merged / "config.json").is_file()
-    assert pathlib.Path("runs/train/adapter/adapter_config.json").is_file()
+    assert pathlib.Path("runs/train-ppo/adapter/adapter_config.json").is_file()
     whole = "model.safetensors"
-    assert (merged / whole).read_bytes() == pathlib.Path("runs/train/hf", whole).read_bytes()
+    assert (merged / whole).read_bytes() == pathlib.Path("runs/train-ppo/hf", whole).read_bytes()
     evaluate.main([*lines[1][1:], "--max_response_length=8", "--config.rollout.name=inprocess"])
 
 

@@ -51,6 +51,7 @@ def main(uid, without, out):
                     ("VICTIM", str(victim.pid)),
                     ("ABSTRACT", abstract),
                     ("CODE", rule.__file__),
+                    ("WAYS", repr(launcher.readable_paths())),
                 ):
                     program = program.replace(old, new)
                 before = state(out)
