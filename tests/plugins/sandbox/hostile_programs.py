@@ -1,8 +1,8 @@
 """Programs that try to grade themselves, to read, write or stay where they must not, or to use up the machine.
 
 Each is (class, name, program, truth, scores that are right). Those with PROBE list in `f()` what succeeded, so that a
-score of 1 says: it ran to its end, and nothing worked. OUT, PORT, VICTIM, ABSTRACT, CODE
-and WAYS (paths that programs may read) are replaced before a run.
+score of 1 says: it ran to its end, and nothing worked. OUT, PORT, VICTIM, ABSTRACT, CODE and WAYS (paths that programs
+may read) are replaced before a run.
 """
 
 PROBE = """
@@ -112,10 +112,10 @@ attempt("dots", lambda: open("../" * 20 + "OUT/secret".lstrip("/")).read())
     "reads outside": PROBE + """
 for path in ("OUT/secret", "/etc/passwd", "/etc/shadow", "/etc/hostname", "/root/.bashrc", "CODE"):
     attempt(path, lambda: open(path).read())
-for path in ("OUT", "/proc"):
-    attempt("list " + path, lambda: os.listdir(path))
-for path in ("/tmp", "/home", "/var"):  # a folder on the way to this Python or checkout is there, with that way alone
-    attempt("list " + path, lambda: 1 / bool({*os.listdir(path)} - {part for way in WAYS for part in way.split("/")}))
+for path in ("OUT", "/tmp", "/proc", "/home", "/var"):
+    # A folder above this Python or checkout is there, with the way to it alone.
+    names = {way.removeprefix(path + "/").split("/")[0] for way in WAYS if way.startswith(path + "/")}
+    attempt("list " + path, lambda: 1 / bool({*os.listdir(path)} - names or not names))
 attempt("folder", lambda: os.open("OUT", os.O_RDONLY | os.O_DIRECTORY))
 """,
     "reads by native code": PROBE + """
@@ -144,7 +144,8 @@ attempt("chroot", lambda: os.chroot("."))
 os.mkdir("deep"); there = os.open(".", os.O_RDONLY)
 attempt("chroot deep", lambda: os.chroot("deep"))
 os.fchdir(there)
-attempt("up", lambda: open("../" * 20 + "OUT/secret".lstrip("/")).read())
+attempt("up", lambda: os.listdir("../../../../../../proc"))
+attempt("up to a file", lambda: open("../" * 20 + "OUT/secret".lstrip("/")).read())
 attempt("mount", lambda: 1 / (libc.mount(b"none", b"deep", b"tmpfs", 0, None) == 0))
 attempt("bind", lambda: 1 / (libc.mount(b"/", b"deep", None, 4096, None) == 0))
 system("pivot", 155, b".", b"deep")
