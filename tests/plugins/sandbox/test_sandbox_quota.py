@@ -9,25 +9,26 @@ import pytest
 from jppo.plugins.sandbox import choice, launcher
 
 TAKES = """
-import ctypes, fcntl, mmap, os, struct, time
+import ctypes, fcntl, itertools, mmap, os, struct, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
-SIZE, kept, taken = 2**24 - 2**20, [], 0
+SIZE, taken, counting = 2**24 - 2**20, 0, threading.Lock()
+names = itertools.count()  # a name of its own for each file: threads that shared one would count its blocks twice
 zeros = mmap.mmap(-1, SIZE)
 zeros[:] = bytes([7]) * SIZE
 
 def new(flags=0):
-    name = str(len(kept))
-    fd = os.open(name, os.O_CREAT | os.O_RDWR | flags)
+    name = str(next(names))
+    fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | flags)
     os.unlink(name)
     return fd
 
 def keep(fd):
     libc.mmap(None, ctypes.c_long(4096), 1, 2, fd, ctypes.c_long(0))  # the mapping keeps the file
-    kept.append(0)
     global taken
-    taken += os.fstat(fd).st_blocks * 512
+    with counting:
+        taken += os.fstat(fd).st_blocks * 512
+        os.write(1, b"%d\\n" % taken)
     os.close(fd)
-    os.write(1, b"%d\\n" % taken)
 
 def source():
     fd = new()
@@ -62,7 +63,7 @@ WAYS = {
     "renamed over": "fd = os.open('a', os.O_CREAT | os.O_RDWR); os.write(fd, zeros); os.rename('a', 'b'); keep(fd)",
     "many small ones": "small = [os.open(str(i), os.O_CREAT | os.O_RDWR) for i in range(60)]\n"
     "        for i, fd in enumerate(small): os.write(fd, zeros[: SIZE // 60]); os.unlink(str(i)); keep(fd)",
-    "from all threads": "import threading\n        def one():\n            fd = new(); os.write(fd, zeros); keep(fd)\n"
+    "from all threads": "def one():\n            fd = new(); os.write(fd, zeros); keep(fd)\n"
     "        ts = [threading.Thread(target=one) for _ in range(8)]\n"
     "        for t in ts: t.start()\n        for t in ts: t.join()",
 }
