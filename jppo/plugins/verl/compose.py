@@ -89,6 +89,18 @@ def verl_of(root: str, folder: str) -> pathlib.Path | None:
     return None
 
 
+def find_homes(main: str, root: str, folder: str) -> list[pathlib.Path]:
+    """Returns the folders in which a main module may be, of its checkout and of the folder where it starts."""
+    parts = main.split(".")[:-1]
+    return [pathlib.Path(place, *words) for place in (root, folder) for words in (parts, parts[1:]) if parts]
+
+
+def find_main(main: str, root: str, folder: str) -> pathlib.Path | None:
+    """Returns the file of a main module, or None where it is not in its checkout."""
+    files = (home / f"{main.rpartition('.')[2]}.py" for home in find_homes(main, root, folder))
+    return next((file for file in files if file.is_file()), None)
+
+
 class Config:
     """The settings of a trainer's config, from the YAML files that Hydra would read."""
 
@@ -98,9 +110,8 @@ class Config:
         self.found = set[str]()  # groups whose chosen files exist
         self._chosen: dict[str, str] = {}
         self._folder = pathlib.Path(folder or ".")
-        *parts, module = main.split(".")
-        homes = [pathlib.Path(place, *words) for place in (root, folder) for words in (parts, parts[1:]) if parts]
-        source = next((read_file(file) for home in homes if (file := home / f"{module}.py").is_file()), "")
+        homes, file = find_homes(main, root, folder), find_main(main, root, folder)
+        source = read_file(file) if file else ""
         decorator = source.partition("hydra.main(")[2][:200]
         named = {f"--config-{key}": value for key, value in _DECORATED.findall(decorator)}
         options = {"--config-name": (MAINS | TUNING).get(main_of(main), "ppo_trainer"), **named, **options}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jppo.errors import UserError
-from jppo.plugins.verl.compose import TUNING, main_of, read_file, verl_of
+from jppo.plugins.verl.compose import TUNING, find_main, main_of, read_file, verl_of
 from jppo.plugins.verl.derived import fully_async, training_engine
 from jppo.plugins.verl.name import GetKey, key_of, value_or
 from jppo.plugins.verl.own_code import changed_functions
@@ -40,6 +40,7 @@ _NEW = re.compile(  # keys that verl 0.3 does not have
     r"|reward\.|ray_(init|kwargs)|model_engine|async_training|distillation|global_profiler|data\.(custom_cls|reward_fn_key)"
     r"|reward_model\.(launch|sandbox|overlong|reward_kwargs)|actor_rollout_ref\.\w+\.(\w+\.)?(offload_policy|model_dtype)"
 )
+_RECIPES, _USUAL = "reward_model.overlong_buffer.", "reward_model.reward_kwargs."  # places of the over-long penalty
 _COMMENT = re.compile(r"(?m)^[ \t]*#.*$")
 _NO_DUAL_CLIP = 10000.0  # a ratio that no token reaches
 
@@ -56,10 +57,13 @@ class Version:
     rewards_kl: bool = True  # the trainer calls apply_kl_penalty
     filters: bool = True  # the data set leaves out long prompts
     code: pathlib.Path | None = None  # verl/ of the checkout
+    unread: tuple[str, ...] = ()  # beginnings of keys that the trainer does not read
 
 
 def find_version(given: str, main: str, words: Iterable[str], root: str, folder: str) -> Version:
     """Returns the verl of a script: the one given, else of its checkout's sources, else by the keys that it gives."""
+    is_dapo = main.endswith("main_dapo")
+    unread: tuple[str, ...] = () if is_dapo or not main else (_RECIPES,)
     if given:
         if not (match := re.fullmatch(r"v?(\d+)\.(\d+)(?:\.(\d+))?\S*", given)):
             raise UserError(f"--verl={given}: no version; give one as in --verl=0.2")
@@ -67,7 +71,8 @@ def find_version(given: str, main: str, words: Iterable[str], root: str, folder:
         lacks = frozenset(name for name, (_, first) in _FEATURES.items() if number < first)
         lacks |= {"half of the squares"} if number == (0, 4, 0) else set()
         lacks |= {"warm-up from 0"} if (0, 4) <= number < (0, 6) else set()
-        return Version(lacks, f"verl {given}", greedy=number < (0, 7))
+        unread = (_USUAL,) if is_dapo and number < (0, 6) else unread
+        return Version(lacks, f"verl {given}", greedy=number < (0, 7), unread=unread)
     if not main:
         return Version()
     if verl := verl_of(root, folder):
@@ -85,9 +90,25 @@ def find_version(given: str, main: str, words: Iterable[str], root: str, folder:
         lacks |= {"two clips always"} if re.search(r"cliprange_low != -1", text) else set()
         dataset = verl / "utils/dataset/rl_dataset.py"
         filters = not dataset.is_file() or "<= self.max_prompt_length" in _COMMENT.sub("", read_file(dataset))
-        return Version(lacks, str(verl), True, greedy, subtracts, rewards, filters, verl)
+        file = find_main(main, root, folder) or find_main(main, str(verl.parent), "")
+        unread = _unread_places(file, verl) if file else unread
+        return Version(lacks, str(verl), True, greedy, subtracts, rewards, filters, verl, unread)
     newer = main.startswith("recipe.") or any(_NEW.match(word) for word in words)
-    return Version(known=newer)
+    return Version(known=newer, unread=unread)
+
+
+def _unread_places(file: pathlib.Path, verl: pathlib.Path) -> tuple[str, ...]:
+    """Returns the place of the over-long penalty that a trainer does not read: DAPO's recipe has had its own."""
+
+    def read(name: str, *files: pathlib.Path) -> bool:
+        texts = (_COMMENT.sub("", read_file(one)) for one in files if one.is_file())
+        return any(re.search(rf"reward(_model)?(\.|\.get\(.|\[.){name}\b", text) for text in texts)
+
+    around = (one for one in file.parent.glob("*.py") if not one.name.startswith("main_"))
+    if not read("overlong_buffer", file, *around, verl / "trainer/ppo/reward.py"):
+        return (_RECIPES,)
+    loops = (verl / "experimental").rglob("*reward*/**/*.py")  # from 0.6 on
+    return (_USUAL,) if read("overlong_buffer", file) and not read("reward_kwargs", file, *loops) else ()
 
 
 def modernize(values: dict[str, Any], get: GetKey, version: Version, main: str = "") -> Iterator[str]:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import pathlib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -72,6 +72,8 @@ def translate(
     """
     by_key, rejected = overrides.read_overrides(words, main, root, folder)
     lines = [Line(word, "unknown", why) for word, why in rejected.items()]
+    unread = dict(_take_unread(by_key, version.unread if version else ()))
+    lines += [Line(text, "needless", "the trainer does not read it") for text in unread]
     values: dict[str, Any] = {}
     text_of: dict[str, str] = {}
     by_file: set[str] = set()  # keys of the checkout's YAML
@@ -107,7 +109,8 @@ def translate(
     _drop_defaults(values, by_file)
     _check(values, text_of, get)
     was = set(values)
-    changes = list(older.modernize(values, get, version, main)) if version else []
+    changes = [f"the trainer does not read {place}*" for place in dict.fromkeys(unread.values())]
+    changes += older.modernize(values, get, version, main) if version else []
     text_of |= dict.fromkeys(set(values) - was, "")
     by_file |= set(values) - was
     settings: dict[str, Any] = {}
@@ -141,6 +144,15 @@ def translate(
         changes.append(f"{horizon}={values[horizon]} ends the run; in verl {epochs}={values[epochs]} does, if earlier")
     notes = list(_notes(values, get, bool(version and "kl in reward" in version.lacks))) if config is None else []
     return Translation(settings, frozenset(changed), tuple(lines), tuple(notes), tuple(changes))
+
+
+def _take_unread(by_key: dict[str, overrides.Override], places: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Takes away the keys of places that neither trainer nor another key reads; yields the given ones and the place."""
+    for place in places:
+        if not any(f"${{{place[:-1]}" in str(override.value) for override in by_key.values()):
+            for key in [key for key in by_key if key.startswith(place)]:
+                if (override := by_key.pop(key)).text and not override.file:
+                    yield override.text, place
 
 
 def _drop_defaults(values: dict[str, Any], by_file: set[str]) -> None:

@@ -203,6 +203,53 @@ def test_the_filter_of_groups_is_of_the_dapo_recipe_and_of_0_9(checkout):
         assert any("does not read algorithm.filter_groups" in change for change in changes) != filters
 
 
+OF_RECIPE = "reward_fn = load_reward_manager(config, overlong_buffer_cfg=config.reward_model.overlong_buffer)\n"
+OF_ALL = "reward_fn = load_reward_manager(config, **config.reward_model.get('reward_kwargs', {}))\n"
+
+
+@confined
+@pytest.mark.parametrize(
+    "main,source,reward,verl,recipes,usual",
+    [
+        (PPO, OF_ALL, "", "", 0, 512),
+        (PPO, OF_ALL, OF_RECIPE, "", 512, 512),  # a fork's
+        (PPO, None, "", "", 0, 512),
+        (PPO, None, "", "0.9", 0, 512),
+        (DAPO, OF_RECIPE, OF_ALL, "", 512, 0),  # verl's until 0.7
+        (DAPO, f"# {OF_ALL}{OF_RECIPE}", "", "", 512, 0),
+        (DAPO, OF_ALL, "", "", 0, 512),  # verl-recipe's
+        (DAPO, None, "", "", 512, 512),
+        (DAPO, None, "", "0.5", 512, 0),
+    ],
+    ids=range(9),
+)
+def test_the_penalty_has_the_name_that_the_trainer_reads(
+    checkout, tmp_path, main, source, reward, verl, recipes, usual
+):
+    path = tmp_path.joinpath(*main.split()[-1].split(".")).with_suffix(".py")
+    for file, text in ((path, source), (tmp_path / "verl/trainer/ppo/reward.py", reward)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            file.write_text(text)
+    for name, tokens in (("overlong_buffer", recipes), ("reward_kwargs.overlong_buffer_cfg", usual)):
+        words = f"+reward_model.{name}.enable=True +reward_model.{name}.len=512 +reward_model.{name}.penalty_factor=0.5"
+        words += f" {GROUP} reward_model.reward_manager=dapo data.max_response_length=1024"
+        config, missing, changes = checkout(words, main=main, verl=verl)
+        weights = "rule_score=1,length_score=0.5" if tokens else ""
+        assert (config["reward.overlong_buffer_tokens"], config["reward.weights"], missing) == (tokens, weights, [])
+        assert any("does not read reward_model" in change for change in changes) == (not tokens)
+
+
+@confined
+def test_a_place_of_the_penalty_that_another_refers_to_is_read(checkout, tmp_path):
+    place = "reward_kwargs: {overlong_buffer_cfg: '${reward_model.overlong_buffer}'}"
+    yaml = f"{YAML}reward_model: {{reward_manager: dapo, {place}, overlong_buffer: {{enable: False, len: 256}}}}\n"
+    (tmp_path / "verl/trainer").mkdir(parents=True)
+    (tmp_path / "verl/trainer/main_ppo.py").write_text(OF_ALL)
+    config, _, changes = checkout(f"{GROUP} reward_model.overlong_buffer.enable=True", yaml=yaml)
+    assert config["reward.overlong_buffer_tokens"] == 256 and not any("does not read" in one for one in changes)
+
+
 @confined
 def test_the_clip_of_the_older_workers_is_not_the_optimizers(checkout):
     """By dp_actor.py and dp_critic.py until 0.7; the engines of 0.8 read optim.clip_grad alone, as Megatron does."""
