@@ -95,20 +95,22 @@ def read_script(path: str, arguments: Sequence[str], environment: Mapping[str, s
     ((main, words, folder, torchrun),) = trainers
     modules = {call[2] for call in run.calls if call[1] == "import"} - {"torch_npu"}
     notes = [f"{path} asks Python for {name}, which the sandbox does not have" for name in sorted(modules)]
-    notes += [f"{path} uses what {name} prints, which does not run here; write it in the script" for name in _used(run)]
+    unknown = "prints or returns, which does not run here; write it in the script"
+    notes += [f"{path} uses what {name} {unknown}" for name in _used(run)]
     if run.why:
         notes.append(f"{path} {run.why} after its trainer was started")
     return Script(main, words, folder, run.root, tuple(notes), torchrun, run.text)
 
 
 def _used(run: shell.ScriptRun) -> list[str]:
-    """Returns the Python files and modules, but trainers, whose output a script takes or pipes to another program."""
+    """Returns the Python files and modules, but trainers, whose output a script takes or whose success it tests."""
     text, names = run.text.replace("\\\n", " "), dict[str, None]()
     for call in run.calls:
         if call[1].rpartition("/")[2].startswith("python") and not find_trainer(call[1:]):
             name = rf"(?<![\w.]){re.escape(_file_or_module(call[2:]))}(?![\w.])"
             piped = rf"\bpython[\d.]* [^|;\n]{{0,300}}{name}[^|;\n]{{0,300}}\|(?!\||&? *tee\b)"
-            if re.search(rf"(\$\(|`)[^)`]{{0,300}}\bpython[\d.]* [^)`]{{0,300}}{name}|{piped}", text):
+            tested = rf"\b(if|elif|while|until)\s[^;\n]{{0,300}}\bpython[\d.]* [^;\n]{{0,300}}{name}"
+            if re.search(rf"(\$\(|`)[^)`]{{0,300}}\bpython[\d.]* [^)`]{{0,300}}{name}|{piped}|{tested}", text):
                 names[_file_or_module(call[2:])] = None
     return list(names)
 

@@ -83,15 +83,19 @@ def test_the_arguments_are_those_under_bash(script, given, words):
         ("n=`true && python3 calc.py`", "calc.py"),
         ("if python3 tools/calc.py --x \\\n 2>&1 | grep -q 100; then n=1; fi", "calc.py"),
         ("N=$(\n  python -m tools.args\n)", "tools.args"),
+        ("n=2\nif ! python3 tools/calc.py --x > log; then n=1; fi", "calc.py"),
+        ("until python -m tools.args\ndo n=1; break; done", "tools.args"),
         ("python3 tools/calc.py; n=$(date) | cat", ""),
+        ("if true; then python3 tools/calc.py; fi", ""),
         ("python3 tools/calc.py 2>&1 | tee log; n=$(python3 -c 'print(1)' calc.py)", ""),
         ("python3 tools/calc.py || exit 1", ""),
     ],
 )
-def test_what_a_python_file_prints_is_not_known(script, name, words):
+def test_what_a_python_file_prints_or_returns_is_not_known(script, name, words):
     words(f"{script}\n{PPO} a.b=1 2>&1 | sed s/a/b/")
     notes = read_script("run.sh", [], {}).notes
-    expected = [f"run.sh uses what {name} prints, which does not run here; write it in the script"] if name else []
+    needed = "prints or returns, which does not run here; write it in the script"
+    expected = [f"run.sh uses what {name} {needed}"] if name else []
     assert list(notes) == expected
 
 
