@@ -90,9 +90,9 @@ def verl_of(root: str, folder: str) -> pathlib.Path | None:
 
 
 def find_homes(main: str, root: str, folder: str) -> list[pathlib.Path]:
-    """Returns the folders in which a main module may be, of its checkout and of the folder where it starts."""
+    """Returns the folders in which a main module may be: of the folder where it starts, as for Python, and its root."""
     parts = main.split(".")[:-1]
-    return [pathlib.Path(place, *words) for place in (root, folder) for words in (parts, parts[1:]) if parts]
+    return [pathlib.Path(place, *words) for place in (folder, root) for words in (parts, parts[1:]) if parts]
 
 
 def find_main(main: str, root: str, folder: str) -> pathlib.Path | None:

@@ -99,6 +99,21 @@ def test_the_yaml_of_a_checkout_counts(checkout):
 
 
 @confined
+def test_verl_is_that_of_the_folder_where_a_script_starts(checkout, tmp_path):
+    """As for Python, also where the script is in a checkout of another verl below it."""
+    checkout("")
+    inner = tmp_path / "third_party/inner"
+    for name, text in (("config/ppo_trainer.yaml", YAML.replace("0.3", "0.4")), ("ppo/ray_trainer.py", TRAINER)):
+        path = inner / "verl/trainer" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    (inner / ".git").mkdir()
+    (inner / "run.sh").write_text(f"{PPO} {BASICS} {GROUP}")
+    output = from_verl.translate_script(from_verl.read_arguments(["third_party/inner/run.sh"]), "")
+    assert "--config.actor.clip_ratio_low=0.3 " in output.text
+
+
+@confined
 def test_the_trainer_names_its_yaml(checkout, tmp_path):
     checkout("")
     (tmp_path / "verl/trainer/main_ppo.py").write_text(
