@@ -371,10 +371,9 @@ def full_disk(lab: Lab) -> Iterator[Row]:
         filler.touch()  # now: a checkpoint that is being written may leave no room for a name
         process = start(lab.settings, run)
         wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
-        with filler.open("wb") as file, contextlib.suppress(OSError):  # until the disk is full
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:  # until the disk is full
             while True:
                 file.write(bytes(1 << 16))
-                file.flush()
         output = process.communicate(timeout=LIMIT_S)[0]
         code = process.returncode
         filler.unlink()

@@ -110,7 +110,7 @@ def recipe(tmp_path_factory):
     write_model(folder / MODEL, folder / "begin")
     say = dict(role="user", content=DIGIT)
     pair = {name: f"\n\nHuman: {DIGIT}\n\nAssistant: {BOXED[d]}" for name, d in dict(chosen=7, rejected=3).items()}
-    write_data(folder / "openai/gsm8k", {"train": 64 * [dict(question=DIGIT, answer="Seven. #### 7")]}, "main")
+    write_data(folder / "openai/gsm8k", {"train": 128 * [dict(question=DIGIT, answer="Seven. #### 7")]}, "main")
     reply = dict(role="assistant", content=BOXED[3])
     write_data(folder / "HuggingFaceH4/no_robots", {"train": 64 * [dict(messages=[say, reply])]})
     write_data(folder / "Anthropic/hh-rlhf", {"train": 64 * [pair], "test": 4 * [pair]})
@@ -146,9 +146,9 @@ def test_sl_loop_learns(recipe):
 def test_rl_loop_learns(recipe):
     """One digit of ten earns the reward."""
     how = dict(batch_size=4, group_size=8, max_tokens=12, loss_fn="importance_sampling")
-    found = recipe("rl_loop", learning_rate=3e-3, max_steps=10, **how)
+    found = recipe("rl_loop", learning_rate=3e-3, max_steps=24, **how)
     rewards = [one["reward/total"] for one in found]
-    assert rewards[0] < 0.4 and np.mean(rewards[-2:]) > 0.8, rewards
+    assert rewards[0] < 0.4 and np.mean(rewards[-12:]) > 0.8, rewards  # of 32 samples each
 
 
 @pytest.mark.slow
