@@ -212,7 +212,7 @@ def _as_run(config: Any, verl: pathlib.Path, home: pathlib.Path, main: str) -> N
     is_v1 = is_v1 and bool(_select(config, "trainer.use_v1"))
     files = (trainer / "ppo/v1").glob("*.py") if is_v1 else [*home.glob("*.py"), trainer / "ppo/ray_trainer.py"]
     loop = code(*files)
-    is_loop = any((verl / "verl/experimental").rglob("reward_loop"))
+    has_reward_loop = any((verl / "verl/experimental").rglob("reward_loop"))
     if _select(config, "algorithm.filter_groups.enable") and not re.search(r"algorithm\.(get\(.)?filter_groups", loop):
         OmegaConf.update(config, "algorithm.filter_groups.enable", False)
     keeps = is_v1 or _select(config, "algorithm.filter_groups.enable") or _select(config, "async_training")
@@ -221,7 +221,7 @@ def _as_run(config: Any, verl: pathlib.Path, home: pathlib.Path, main: str) -> N
     own = code(home / f"{main.rpartition('.')[2]}.py")
     if own and "reward_model.overlong_buffer" not in own + code(trainer / "ppo/reward.py"):
         OmegaConf.update(config, "reward_model.overlong_buffer", None)
-    elif "reward_model.overlong_buffer" in own and "reward_kwargs" not in own and not is_loop:
+    elif "reward_model.overlong_buffer" in own and "reward_kwargs" not in own and not has_reward_loop:
         OmegaConf.update(config, "reward_model.reward_kwargs", None)
     for section, file in (("actor_rollout_ref.actor", "actor/dp_actor.py"), ("critic", "critic/dp_critic.py")):
         is_older = "self.config.grad_clip" in code(workers / file)

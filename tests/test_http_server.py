@@ -419,7 +419,7 @@ def test_another_user_who_holds_connections_takes_neither_files_nor_the_turn_of_
             with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=PATIENCE_S)) as kept:
                 for _ in range(5):
                     assert requested(served) == requested(served, kept) == 4
-            # Beside 512 that wait, those of the four turns of the loop from accept to close, at most 64 a turn.
+            # 512 connections wait. A closed one has a file for four turns of the loop, which accepts 64 in each.
             assert len(os.listdir("/proc/self/fd")) - before < 512 + 4 * 64 + 16
         finally:
             flood.kill()

@@ -90,7 +90,7 @@ def find_version(given: str, main: str, words: Iterable[str], root: str, folder:
         lacks |= {"two clips always"} if re.search(r"cliprange_low != -1", text) else set()
         dataset = verl / "utils/dataset/rl_dataset.py"
         filters = not dataset.is_file() or "<= self.max_prompt_length" in _COMMENT.sub("", read_file(dataset))
-        file = find_main(main, root, folder) or find_main(main, str(verl.parent), "")
+        file = find_main(main, root, folder) or find_main(main, str(verl.parent), folder)
         unread = _unread_places(file, verl) if file else unread
         return Version(lacks, str(verl), True, greedy, subtracts, rewards, filters, verl, unread)
     newer = main.startswith("recipe.") or any(_NEW.match(word) for word in words)

@@ -12,7 +12,7 @@ TAKES = """
 import ctypes, fcntl, itertools, mmap, os, struct, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 SIZE, taken, counting = 2**24 - 2**20, 0, threading.Lock()
-names = itertools.count()  # a name of its own for each file: threads that shared one would count its blocks twice
+names = itertools.count()  # no two threads open the same file, whose blocks would count twice
 zeros = mmap.mmap(-1, SIZE)
 zeros[:] = bytes([7]) * SIZE
 
