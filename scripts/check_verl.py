@@ -440,7 +440,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     name = get("custom_reward_function.name") or get("reward.custom_reward_function.name", "compute_score")
     wanted["reward.function"] = f"{path}:{name}" if path else ""
     managers = (get("reward_model.reward_manager"), get("reward_manager.name"), get("reward.reward_manager.name"))
-    places = ("reward.reward_kwargs", "reward_model.reward_kwargs", "reward_model", "custom_reward_function")
+    places = ("reward.reward_kwargs", "reward_model.reward_kwargs", "reward_model")
     buffers = [
         (buffer, int(get(f"{place}.max_resp_len") or get("data.max_response_length")))
         for place in places

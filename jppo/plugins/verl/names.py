@@ -90,7 +90,7 @@ _OTHER_NAMES = {
     "R.n": "rollout.n",
     "R.response_length": "R.max_new_tokens data.max_new_tokens",
     "TURNS.max_assistant_turns": "TURNS.max_turns",
-    "OVERLONG.": "custom_reward_function.overlong_buffer. reward_model.overlong_buffer.",
+    "OVERLONG.": "reward_model.overlong_buffer.",
     "FUNCTION.": "custom_reward_function.",
     "BOX.": "reward_model.sandbox_fusion. sandbox_fusion.",
     "RM.": "reward_model.",
